@@ -1,4 +1,4 @@
-"""Fixtures of the base's tests: every operator is declared, and process-wide state that a test changes is restored."""
+"""Fixtures of the base's tests. They declare every operator, and restore process-wide state that a test changes."""
 
 from __future__ import annotations
 

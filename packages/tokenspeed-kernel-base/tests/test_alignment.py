@@ -1,4 +1,4 @@
-"""Rows aligned to 16 bytes: which tensors have them, and the message about caches that do not."""
+"""Tests which tensors have rows aligned to 16 bytes, and the message about caches whose rows are not aligned."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Guarantees of every operator call: wrong arguments are rejected, whatever was called before; no input is overwritten before
-it is read; no tensor is kept alive; operators reject calls that need gradients."""
+"""Tests guarantees of every operator call. Wrong arguments are rejected, whatever was called before. No input is overwritten before
+it is read. No tensor is kept alive. Calls that need gradients are rejected."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ UNUSUAL = {
 @pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL.keys())
 @pytest.mark.parametrize("argument", ["x", "weight", "residual", "out"])
 def test_a_tensor_that_is_not_dense_is_refused(make: Callable[[], Tensor], argument: str) -> None:
-    """The tensor is also rejected after correct calls. The comparison with remembered calls cannot read strides of a nested
-    tensor."""
+    """Asserts that the tensor is also rejected after correct calls. The fast path compares a call with remembered calls, and cannot
+    read the strides of a nested tensor."""
     right: dict[str, Any] = {"x": X, "weight": W}
     if argument not in right:
         right[argument] = torch.randn(4, 8)
@@ -196,7 +196,7 @@ def test_memory_that_is_read_is_not_written_to(call: Callable[[Tensor], Any], me
 def test_overlaps_are_found_after_right_calls() -> None:
     buffer = _buffer()
     before = buffer.clone()
-    for _ in range(3):  # the first call is decided; later calls hit the memo and the comparison
+    for _ in range(3):  # the first call takes the slow path; later calls hit the memo, then the comparison
         rmsnorm(buffer[:4], W, out=buffer[8:12])
     buffer.copy_(before)
     for start in (1, 3):
@@ -266,7 +266,7 @@ def test_overlap(one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tens
     first, second = one(buffer), other(buffer)
     expected = False
     marks = torch.zeros(10 * 6 * 4, dtype=torch.bool)
-    for tensor in (first, second):  # the expected result, byte by byte
+    for tensor in (first, second):  # compute the expected result byte by byte
         if not tensor.numel():
             continue
         places = torch.arange(0, 10 * 6 * 4, tensor.element_size()).as_strided(
@@ -383,7 +383,7 @@ def test_explanations_and_their_errors_can_be_pickled() -> None:
 
 @pytest.fixture
 def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Writes a package with one kernel of mm, and returns it with its launcher."""
+    """Writes a package with one kernel of mm, and yields the package's name."""
     folder = tmp_path / "lonely_kernels" / "cpu"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").touch()

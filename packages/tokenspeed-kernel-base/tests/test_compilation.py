@@ -1,4 +1,5 @@
-"""The compile policy: the kernel that needed a program, the effect of each policy, and how long a setting applies."""
+"""Tests the compile policy: the messages about kernels that compile a program, the effect of each policy, and how long a setting
+applies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators inside torch.compile, export and fake tensors, with a declaration that has every kind of parameter.
+"""Tests operators under torch.compile, export and fake tensors, with a declaration that has every kind of parameter.
 
 The core's `test_declarations.py` compiles the real operators.
 """
@@ -209,7 +209,7 @@ def add_one(x: Tensor, states: Tensor | None = None, out: Tensor | None = None) 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("given", [(), ("states",), ("out",), ("states", "out")], ids=" ".join)
 def test_one_output_in_inductors_code(declare: Callable[..., Any], given: tuple[str, ...], dynamic: bool | None) -> None:
-    """Inductor rejects an overload that returns one tensor and mutates none of its tensors, although its schema marks some as
+    """Inductor rejects an overload that returns one tensor and mutates no argument, if the overload's schema marks arguments as
     mutable."""
     function = declare(add_one, formats=("x",), mutates=("states",))
     function.fake(lambda x: torch.empty_like(x))

@@ -1,4 +1,4 @@
-"""Operators whose bodies call other operators: the best kernel of each part is selected once for each description."""
+"""Tests operators whose bodies call other operators (parts). The best kernel of each part is selected once for each description."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ X, NORM, WEIGHT = torch.randn(3, 8), torch.rand(8) + 0.5, torch.randn(8, 4)
 
 
 def norm_mm(x: Tensor, weight: Tensor, b: Tensor, twice: bool = False, out: Tensor | None = None) -> Tensor:
-    """A body that calls a normalisation and a GEMM, or two GEMMs."""
+    """A body that calls a normalisation and a GEMM; with ``twice``, a second GEMM."""
     normed = rmsnorm(x, eps=1e-6, weight=weight)
     product = mm(normed, b, out=out)
     return product + mm(normed, b) if twice else product
 
 
 def growing(x: Tensor, weight: Tensor, rounds: int = 2, out: Tensor | None = None) -> Tensor:
-    """A body that calls a part for several shapes, once in a nested function. ``torch.mm`` is not the operator `mm`."""
+    """A body that calls a part with several shapes, from a nested function. It also calls ``torch.mm``, which is not the operator
+    `mm`."""
 
     def norm(x: Tensor) -> Tensor:
         return rmsnorm(*(torch.mm(x, torch.eye(8)), weight))
@@ -44,7 +45,7 @@ def growing(x: Tensor, weight: Tensor, rounds: int = 2, out: Tensor | None = Non
 
 
 def unknown(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """A body that calls an operator with an unknown argument, and without a required argument."""
+    """A body that calls an operator with an unknown argument, and omits a required argument."""
     return rmsnorm(x, epsilon=1.0)  # type: ignore[call-arg]
 
 
@@ -79,8 +80,8 @@ def composed(declare: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def spied() -> list[tuple[int, ...]]:
-    """Registers a kernel of `rmsnorm` that has the highest priority and returns zeros. Returns the list of the shapes with which it
-    is called."""
+    """Registers a kernel of `rmsnorm` that has the highest priority and returns zeros. Returns the list to which the kernel appends
+    the shape of each call."""
     called: list[tuple[int, ...]] = []
 
     def spy(

@@ -1,4 +1,4 @@
-"""Settings from the environment and the TOML file."""
+"""Tests settings from the environment and from the TOML file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast path: remembered calls, what distinguishes two calls, and when host values are checked again."""
+"""Tests the fast path: remembered calls, what distinguishes two calls, and when values in host memory are checked again."""
 
 from __future__ import annotations
 
@@ -263,11 +263,11 @@ def test_meta_tensors_are_traced_not_run(gather: Any, weigh: Any, log: Log) -> N
 
 
 class Labelled(torch.Tensor):
-    """A subclass that does not intercept operations, such as weights with a loader attached."""
+    """A tensor subclass that does not intercept operations, like weights to which a loader is attached."""
 
 
 class Distributed(torch.Tensor):
-    """A subclass that intercepts operations, as distributed and quantised tensors do."""
+    """A tensor subclass that intercepts operations, as distributed and quantised tensors do."""
 
     inner: torch.Tensor
 
@@ -287,7 +287,8 @@ seen: list[str] = []
 
 
 def test_a_tensor_that_takes_operations_over_sees_the_operator(weigh: Any, log: Log) -> None:
-    """The tensor need not be the first argument. Earlier calls with plain tensors of the same description must not matter."""
+    """Asserts that the subclass intercepts the operator even if it is not the first argument, and after calls with plain tensors of
+    the same description."""
     weigh(torch.ones(3), Weights(torch.ones(3)), Plan(1))
     seen.clear()
     result = weigh(torch.ones(3), Weights(Distributed(torch.ones(3))), Plan(1))
@@ -381,7 +382,7 @@ def test_a_bound_kernel_still_checks_host_values(gather: Any, log: Log) -> None:
 
 
 def test_two_threads_with_their_own_lengths(gather: Any) -> None:
-    """The guard remembers the tensors of the last call. With alternating threads, it must not mix the tensors of two threads."""
+    """The guard remembers the tensors of the last call. It must not mix the tensors of two threads that call in turn."""
     problems: list[str] = []
 
     def work(good: bool) -> None:
@@ -434,7 +435,7 @@ def test_tracebacks_of_a_warm_call_show_how_the_kernel_was_found(gather: Any, lo
 
 
 def test_inspect_shows_each_generated_function(gather: Any) -> None:
-    """Each generated function has its own source, even if functions have the same operator and role."""
+    """Asserts that each generated function has its own source, even if two functions have the same operator and role."""
     made = []
     for arguments in ({}, {"lengths": torch.tensor([1, 2])}):
         gather(torch.ones(4), **arguments)

@@ -1,4 +1,4 @@
-"""The warning about distributions of other projects that have this project's names."""
+"""Tests the warning about distributions of other projects that have this project's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SOURCES = Path(tokenspeed_kernel_base.__file__).parents[1]
 
 
 def installed(folder: Path, *names: str) -> str:
-    """Returns a function that makes a folder in which given distributions appear to be installed."""
+    """Makes empty ``.dist-info`` folders in ``folder``, as if these distributions were installed there. Returns the path of
+    ``folder``."""
     for name in names:
         (folder / f"{name}.dist-info").mkdir(parents=True)
     return str(folder)
@@ -28,7 +29,8 @@ def test_versions_carry_the_label() -> None:
 
 
 def test_our_own_are_right(tmp_path: Path) -> None:
-    """Distributions of other releases are right, too, because pip's requirements ensure that releases match."""
+    """Asserts that this project's distributions cause no warning, whatever their release. pip's requirements ensure that releases
+    match."""
     ours = f"tokenspeed_kernel-0.3.0+{LABEL}", f"tokenspeed_kernel_base-0.4.1+{LABEL}", f"tokenspeed_kernel_vllm-0.3.0+{LABEL}"
     others = "torch-2.13.0+cpu", "tokenspeed-1.0", "tokenspeed_kernels-1.0", "my_kernels-1.0"
     assert wrong_distributions([installed(tmp_path, *ours, *others), str(tmp_path / "absent")]) == []

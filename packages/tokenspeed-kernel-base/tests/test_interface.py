@@ -1,4 +1,4 @@
-"""Names in a kernel's declaration that its operator does not declare: `tokenspeed_kernel_base.interface`."""
+"""Tests `tokenspeed_kernel_base.interface`: names in a kernel's declaration that its operator does not declare."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def declared(function: Any, name: str = "mine", **options: Any) -> None:
 
 
 def refused(function: Any, **options: Any) -> str:
-    """Returns the error of registering a kernel, and asserts that the kernel is not registered afterwards."""
+    """Asserts that registering a kernel fails, and that the kernel is not registered afterwards. Returns the error's message."""
     with pytest.raises(RegistrationError) as caught:
         declared(function, **options)
     assert not any(spec.name == "mine" for spec in KernelRegistry.get().list_kernels())
@@ -53,7 +53,7 @@ def op(declare: Declare) -> Any:
 
 
 def test_a_misspelled_trait_is_refused_with_the_name_that_was_meant() -> None:
-    """The misspelled trait would constrain nothing: the kernel would be selected for every ``hidden``."""
+    """Without this error, the misspelled trait would constrain nothing: the kernel would be eligible for every ``hidden``."""
     said = refused(rmsnorm, traits={"hiden": at_most(64)})
     assert said.startswith(
         "mine: norm.rmsnorm states no trait hiden; did you mean hidden? Its traits are hidden, residual, wide_residual ("
@@ -198,7 +198,8 @@ def test_resources_state_traits_too(declare: Declare) -> None:
 
 
 def test_a_kernel_that_was_registered_before_its_operator_is_looked_at_then(declare: Declare) -> None:
-    """This happens with a wheel that works alone, and with a plugin whose operator another plugin declares."""
+    """A kernel is registered before its operator in a wheel that works alone, and in a plugin whose operator another plugin
+    declares."""
     probe = declare(_body)
     mode = f"_body_{int(probe.operator.mode.rpartition('_')[2]) + 1}"
     register_kernel("testing", mode, name="early", solution="testing", signatures=None, traits={"hiden": any})("nowhere:kernel")
@@ -228,7 +229,8 @@ def test_an_operator_keeps_to_its_own_declaration(declare: Declare) -> None:
 
 
 def test_a_kernel_without_an_operator_is_declared_against_nothing(registry: KernelRegistry) -> None:
-    """Another plugin may declare the operator later. `discover_plugins` warns about a kernel whose operator is never declared."""
+    """Such a kernel may declare any trait, because another plugin may declare the operator later. `discover_plugins` warns about a
+    kernel whose operator is never declared."""
     facts: dict[str, Any] = {"solution": "testing", "signatures": None, "traits": {"anything": at_most(8)}}
     register_kernel("no", "such", name="free", **facts)("nowhere:kernel")
     assert registry.get_by_name("free").traits["anything"] == at_most(8)

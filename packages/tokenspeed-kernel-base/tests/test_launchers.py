@@ -1,4 +1,5 @@
-"""Launchers name the operator's parameters that they support. A call that sets another parameter goes to another kernel."""
+"""Tests launchers. A launcher's parameters are those of the operator that it supports. A call that sets another parameter goes to
+another kernel."""
 
 from __future__ import annotations
 
@@ -24,20 +25,20 @@ def scaled(x: Tensor, scale: float = 2.0, bias: Tensor | None = None, out: Tenso
 def scaled_later(
     x: Tensor, scale: float = 2.0, limit: float | None = None, bias: Tensor | None = None, rows: int = -1, out: Tensor | None = None
 ) -> Tensor:
-    """A later version of `scaled`, with two more parameters."""
+    """The operator `scaled` of a later release, with two more parameters."""
     result = scaled(x, scale, bias)
     return result if limit is None else result.clamp(max=limit)
 
 
 def plain(out: Tensor | None, x: Tensor, scale: float) -> Tensor:
-    """A launcher with parameters in another order, and without bias."""
+    """A launcher whose parameters are in another order than the operator's, without bias."""
     result = x * scale
     return result if out is None else out.copy_(result)
 
 
 @pytest.fixture
 def op(declare: Callable[..., Any]) -> Callable[..., Any]:
-    """``op(body, launcher)``: an operator with a kernel that has this launcher."""
+    """Returns a function: ``op(body, launcher)`` declares an operator and a kernel with this launcher."""
 
     def make(body: Callable[..., Any], launcher: Any = plain, **options: Any) -> Any:
         function = declare(body, formats=("x",), **options)

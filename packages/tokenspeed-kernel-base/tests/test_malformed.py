@@ -1,7 +1,7 @@
-"""A table of wrong calls. Each malformed call raises the right error before anything is launched. The message names the argument,
-the expected value and the actual value. A kernel with the highest priority counts the calls that get through."""
+"""Tests a table of wrong calls. Each wrong call raises the right error before anything is launched. The message names the argument,
+the expected value and the actual value. A kernel with the highest priority records the calls that are launched."""
 
-# ruff: noqa: E501 (a row of the table is a line)
+# ruff: noqa: E501 (each row of the table is one line)
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def ints(*values: Any, dtype: torch.dtype = I32) -> torch.Tensor:
 
 
 def _valid() -> dict[str, dict[str, Any]]:
-    """One valid call of each operator: 2 sequences of 3 and 2 tokens, 4 q heads, 2 KV heads, head_dim 8, pages of 4 tokens."""
+    """Returns one valid call of each operator: 2 sequences of 3 and 2 tokens, 4 q heads, 2 KV heads, head_dim 8, pages of 4
+    tokens."""
     prefill = {"q": ones(5, 4, 8), "k": ones(5, 2, 8), "v": ones(5, 2, 8), "cu_seqlens": ints(0, 3, 5)}
     paged = {
         "k_cache": ones(6, 4, 2, 8),
@@ -223,7 +224,7 @@ T, V = TypeError, ValueError
 
 FP8_GIVEN = Quantization.fp8_with_scale(ones(2, dtype=F32))
 
-# operator, the changed argument of its valid call, error, message
+# Each entry: the operator, the changed argument of its valid call, the error, and its message.
 MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     # comm
     ("all_reduce", {"group": None}, T, r"group must be ProcessGroup, got NoneType None"),
@@ -558,7 +559,8 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 
 @pytest.fixture
 def launched() -> Iterator[list[str]]:
-    """Registers, for every operator, an always eligible kernel with the highest priority. The kernel records its calls."""
+    """Registers a kernel for every operator, which is always eligible and has the highest priority. Yields the list of the kernels'
+    calls."""
     names: list[str] = []
     for op in operators():
         flags = {name for case in op.all_cases() if not case.large for name in _flags(op, case)}
@@ -591,7 +593,7 @@ def test_the_table_is_large_and_covers_every_operator() -> None:
 
 
 def test_the_valid_calls_are_valid(launched: list[str]) -> None:
-    """If the unchanged calls were invalid, the table would prove nothing."""
+    """Asserts that the unchanged calls are valid. Otherwise the table would prove nothing."""
     for name, arguments in VALID.items():
         get_operator(name).function(**_copied(arguments))
         assert launched[-1:] == [name]

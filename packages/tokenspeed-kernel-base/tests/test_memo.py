@@ -1,4 +1,4 @@
-"""When decisions are memoised and invalidated."""
+"""Tests when decisions are memoised, and when they are invalidated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suggestions for misspelled names: `tokenspeed_kernel_base.names`."""
+"""Tests `tokenspeed_kernel_base.names`: suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KERNELS = ("triton_mm", "triton_rmsnorm", "reference_mm", "mha_prefill", "moe_di
         ("triton_rmsnrom", "triton_rmsnorm"),  # two letters swapped
         ("triton_nm", "triton_mm"),
         ("MHA_Prefill", "mha_prefill"),
-        ("mha", "mha_prefill"),  # the words of a name, fewer or in another order
+        ("mha", "mha_prefill"),  # some words of a name, or its words in another order
         ("silu_mul", "silu_and_mul"),
         ("kv_store", "store_kv_cache"),
         ("mha_prefill_fast", "mha_prefill"),
         ("nosuch", None),
-        ("reference_nosuch", None),  # a common prefix as long as the part that differs
+        ("reference_nosuch", None),  # the common prefix is no longer than the rest, which differs
         ("triton_foo", None),
         ("m", None),
         ("", None),

@@ -339,8 +339,8 @@ def test_a_hook_asks_for_parameters_only(toy: Any) -> None:
 
 
 def test_sizes_have_kinds(declare: Callable[..., Any]) -> None:
-    """Only sizes that the operator declares as varying are rounded to buckets. The state sizes of two models must not share a
-    measured result."""
+    """Asserts that only sizes which the operator declares as varying are rounded to buckets. Two models with different state sizes
+    must not share a measured result."""
 
     def scan(x: Tensor, state: Tensor, cache: Tensor, max_rows: int | None = None) -> Tensor:
         return x

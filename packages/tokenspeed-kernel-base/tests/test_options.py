@@ -1,5 +1,5 @@
-"""Options at the limits of their range. Kernels and hooks get values that they can compute with, however a call is made. Every
-operator rejects meaningless values with its own message."""
+"""Tests options at the limits of their range. Kernels and hooks get values that they can compute with, however the operator is
+called. Every operator rejects meaningless values with its own message."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _options(window: Any, scale: Any, plan: Plan) -> tuple[Any, ...]:
 
 @pytest.fixture
 def given() -> Given:
-    """Returns the options that the kernel and the hooks of `op` receive, in order of the calls."""
+    """Returns the list to which the kernel and the hooks of `op` append the options that they receive."""
     return []
 
 
@@ -94,7 +94,7 @@ CALLERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 @pytest.mark.parametrize("window", [-1, NO_LIMIT, INT32, INT32 + 1, INT64])
 def test_kernels_and_hooks_see_no_window_that_is_larger_than_any_sequence(op: Any, given: Given, window: int, caller: str) -> None:
     call = CALLERS[caller](op)
-    for _ in range(3):  # the first call is decided, later ones are remembered
+    for _ in range(3):  # the first call takes the slow path, later calls the fast path
         assert torch.equal(call(X, window, 2.0, Plan(), None), 2 * X)
     assert set(given) == {(-1, 2.0, float, 1.0, float)}
 
@@ -110,7 +110,7 @@ def test_compiled_calls_see_no_window_either(op: Any, given: Given) -> None:
 def test_windows_that_limit_stay_as_they_are(op: Any, given: Given, window: int) -> None:
     with pytest.raises(NoKernelFoundError, match="sliding_window"):
         op(X, window, solution="sample")
-    assert torch.equal(op(X, window), X)  # by the reference kernel
+    assert torch.equal(op(X, window), X)  # the reference kernel runs
     assert {options[0] for options in given} == {window}
 
 
@@ -206,7 +206,7 @@ def test_an_operator_computes_or_rejects_with_its_own_message(op: Operator[Any, 
     for change, arguments in _changed(op, _smallest(op)):
         try:
             results = lowering.as_list(op.function(**arguments))
-        except NoKernelFoundError:  # the plan's layout or kernel does not exist
+        except NoKernelFoundError:  # the changed plan names a layout or kernel that does not exist
             continue
         except Exception as error:
             if not (isinstance(error, (TypeError, ValueError)) and str(error).startswith(f"{op.mode}: ")):

@@ -1,4 +1,4 @@
-"""Operators with optional outputs that are not the last ones. The ``outputs`` hook names the outputs of a call."""
+"""Tests operators whose optional outputs precede other outputs. The ``outputs`` hook names the outputs of a call."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_each_output_is_written_where_its_name_says(
     assert len(wanted) == len(names)
     for given in ([names[-1]], names):
         outs = {name: torch.zeros_like(output) for name, output in zip(names, wanted, strict=True) if name in given}
-        for _ in range(2):  # decided, and remembered
+        for _ in range(2):  # first on the slow path, then on the fast path
             for name, got, expected in zip(names, as_tuple(several(X[:rows], WEIGHT, **options, **outs)), wanted, strict=True):
                 assert got is outs.get(name, got)
                 torch.testing.assert_close(got, expected)

@@ -1,4 +1,4 @@
-"""How processes read kernel packs: rejected packs and the reasons, damaged files, and the sources of packs."""
+"""Tests how processes read kernel packs: which packs are rejected and why, damaged files, and where packs are found."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_pack(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes a pack, and names the pack in the setting."""
+    """Makes a pack, and sets ``TOKENSPEED_KERNEL_PACKS`` to it."""
     folder = make_pack(tmp_path / "pack")
     monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", str(folder))
     config.reload_settings()
@@ -73,7 +73,7 @@ def test_another_toolchain_is_refused_with_the_difference(pack: Path) -> None:
 
 
 def test_other_versions_are_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pack that cannot be used must not affect other packs."""
+    """Asserts that a pack that cannot be used does not affect other packs."""
     made_with = {"tokenspeed-kernel-base": "0.0.1", "not-installed-here": "7"}
     old, new = make_pack(tmp_path / "old", distributions=made_with), make_pack(tmp_path / "new")
     monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", f"{old}:{tmp_path / 'none'}:{new}")

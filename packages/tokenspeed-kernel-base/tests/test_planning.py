@@ -1,4 +1,4 @@
-"""Planning and weight preparation: the steps that an operator may have before its first call."""
+"""Tests planning and weight preparation, two steps that an operator may have before its first call."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Plan:
 
 
 class Packed(Resource):
-    """A table in a kernel's own layout."""
+    """A table in the layout of one kernel."""
 
     def __init__(self, rows: list[Tensor]) -> None:
         self.key, self.rows = len(rows), rows
@@ -219,7 +219,7 @@ def _declare(declare: Declare, **options: Any) -> Any:
 
 
 def test_the_life_of_an_operator_with_a_resource(declare: Declare) -> None:
-    """The resource has no layouts. All kernels use the same form, and a plan only selects the kernel."""
+    """The resource has no layouts: all kernels use the same table. So a plan only selects the kernel."""
     function = _declare(declare)
 
     @function.plan

@@ -1,4 +1,4 @@
-"""Platforms, and the requirements of kernels. These tests need no GPU."""
+"""Tests platforms, and the requirements of kernels. No test needs a GPU."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_pretended_platform_from_the_settings(settings_from: Any, hopper: Plat
     ("hip", "version", "gcn_arch_name", "vendor", "arch"),
     [
         ("7.0", (9, 5), "gfx950:sramecc+:xnack-", "amd", "gfx950"),
-        # PyTorch sets this property to the device's name on devices for which it has no meaning.
+        # On NVIDIA GPUs, PyTorch sets ``gcnArchName`` to the device's name.
         (None, (9, 0), "a gpu", "nvidia", "sm_90"),
     ],
 )

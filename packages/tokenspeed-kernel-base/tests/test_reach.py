@@ -1,4 +1,4 @@
-"""Reasons why no call can select a kernel that is requested by name."""
+"""Tests the reasons why no call can select a kernel that is requested by name."""
 
 from __future__ import annotations
 

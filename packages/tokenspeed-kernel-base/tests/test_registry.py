@@ -1,4 +1,4 @@
-"""Declaring kernels: accepted and rejected declarations, their messages, and when an implementation is imported."""
+"""Tests the registry: accepted and rejected declarations, error messages, and when an implementation is imported."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_implementations_take_the_operators_parameters(registry: KernelRegistry)
 
     registry.register(spec("a", priority=1), anything)
     registry.register(spec("b", priority=2), optional)
-    registry.register(spec("c", priority=3), print)  # a builtin has no signature to compare at registration
+    registry.register(spec("c", priority=3), print)  # a builtin has no signature, so registration cannot check it
 
 
 # -- lazily imported implementations ----------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_implementations_take_the_operators_parameters(registry: KernelRegistry)
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes a module that can be imported, and returns its name."""
+    """Yields a function that writes an importable module and returns the module's name."""
     names: list[str] = []
 
     def write(source: str) -> str:
@@ -196,7 +196,8 @@ def test_get_impl_names_the_fault_of_a_lazy_kernel(registry: KernelRegistry, mod
 
 
 def test_a_kernel_that_cannot_be_loaded_is_left_out_and_reported(registry: KernelRegistry, module: Any, cpu: Any) -> None:
-    """If the toolchain of the kernel with the highest priority is missing, the operator must use another kernel."""
+    """Asserts that selection uses another kernel if the kernel with the highest priority cannot be imported, for example without
+    its toolchain."""
     registry.register(spec("portable", priority=4), kernel)
     registry.register(spec("broken", priority=16, origin="plugin p"), "there_is_no_such_module:kernel")
     with pytest.warns(registry_module.KernelLoadWarning, match=r"broken \(plugin p\) .* left out: .*no_such_module"):

@@ -1,4 +1,4 @@
-"""Resources as arguments: their part in descriptions, their handling by torch.compile, and calls with a deleted one."""
+"""Tests resources as arguments: in descriptions, under torch.compile, and in calls after the resource was deleted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Declare = Callable[..., Any]
 
 
 class Table(Resource):
-    """A resource: values to add, with a name that hooks may read."""
+    """A resource that holds values to add, and a name that hooks may read."""
 
     def __init__(self, name: str, values: Tensor, device: torch.device | None = None) -> None:
         self.key, self.name, self.values, self.device = name, name, values, device
@@ -46,7 +46,7 @@ def _add_if_there(x: Tensor, table: Table | None = None, out: Tensor | None = No
 
 @pytest.fixture
 def asked() -> list[str]:
-    """Returns the list of the tables for which a kernel is selected."""
+    """Returns the list of the names of tables for which a kernel is selected."""
     return []
 
 
@@ -128,7 +128,7 @@ def test_equal_keys_share_a_decision(add: Any, asked: list[str]) -> None:
 @pytest.mark.parametrize("wrong", [3, None, "a", Other("a"), torch.zeros(3)])
 def test_a_wrong_type_is_an_error_that_names_the_argument(add: Any, wrong: Any) -> None:
     x = torch.ones(3)
-    add(x, Table("a", x))  # a remembered call must not let a deleted table pass
+    add(x, Table("a", x))  # the fast path now remembers a call whose table is deleted
     with pytest.raises(TypeError, match=r"_add_\d+: table must be Table, got "):
         add(x, wrong)
 
@@ -141,7 +141,7 @@ def test_a_key_that_cannot_be_hashed(add: Any) -> None:
 
 
 class Stated(Table):
-    """A resource with a declared trait: whether its values are rounded."""
+    """A resource that declares the trait ``rounded``."""
 
     trait_kinds: ClassVar[Mapping[str, TraitKind]] = {"rounded": bool}
 
@@ -155,7 +155,8 @@ class Stated(Table):
 
 
 def test_traits_of_a_resource_gate_kernels(add: Any, asked: list[str]) -> None:
-    """A kernel that is silent about a flag gets no resources that set it, even if the call names the kernel."""
+    """Asserts that a kernel that does not declare a flag is rejected for resources that set the flag, even if the call names the
+    kernel."""
     op = add.operator
     signature = format_signature(x=dense_tensor_format(torch.float32))
     common: dict[str, Any] = {"solution": "test", "signatures": {signature}, "priority": 17}
@@ -238,7 +239,7 @@ def test_a_resource_that_is_gone(add: Any) -> None:
 
 
 def test_the_fake_hook_may_ask_for_it(declare: Declare) -> None:
-    """The fake hook reads the table, because the output has the table's size."""
+    """Asserts that a fake hook may read the table. Here the shape of the output depends on the table."""
 
     def lookup(x: Tensor, table: Table) -> Tensor:
         return table.values[: len(table.name)] + x

@@ -1,4 +1,4 @@
-"""The marker ``sampled`` of the repository's conftest."""
+"""Tests the marker ``sampled``, which the repository's `conftest.py` implements."""
 
 from __future__ import annotations
 

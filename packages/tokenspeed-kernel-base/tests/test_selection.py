@@ -1,6 +1,5 @@
-"""Selection: effects of overrides, policies and measurements, and when decisions are invalidated.
-
-`test_selection_oracle.py` compares whole selections; here each rule is tested alone.
+"""Tests selection: effects of overrides, policies and measured results, and when decisions are invalidated.
+`test_selection_oracle.py` compares whole selections. Here each rule is tested alone.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ NVIDIA = CapabilityRequirement(vendors=frozenset({"nvidia"}))
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current platform is the CPU, even on a machine with a GPU."""
+    """Makes the CPU the current platform, even on a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
 def add(registry: KernelRegistry) -> Callable[..., Callable[..., Any]]:
-    """Registers a kernel of ``norm.scale`` and returns its function. Without further declarations, the kernel is eligible for every
-    call on a CPU."""
+    """Returns a function that registers a kernel of ``norm.scale`` and returns the kernel's function. Without further declarations,
+    the kernel is eligible for every call on a CPU."""
 
     def register(name: str, **facts: Any) -> Callable[..., Any]:
         def impl(*args: Any) -> str:
@@ -163,7 +162,7 @@ def test_ties_are_reported(add: Callable[..., Any]) -> None:
 
 
 class Times:
-    """A source of measured results: microseconds by kernel, for one operator."""
+    """A source of measured results: gives the microseconds of each kernel of one operator."""
 
     def __init__(self, **times: float) -> None:
         self.times = times
@@ -339,8 +338,8 @@ def test_kernel_override_is_of_one_task(three: None) -> None:
 
 
 def test_a_task_that_outlives_the_block_loses_the_override(three: None) -> None:
-    """A task inherits the context in which it is created. After the block has ended, the override must not affect the task's calls,
-    and their decisions must not be remembered for other callers."""
+    """A task inherits the context in which it is created, here a ``with`` block with an override. After the block has ended, the
+    override must not affect the task's calls. Decisions of these calls must not be remembered for other callers."""
 
     async def late(go: asyncio.Event) -> str:
         await go.wait()

@@ -1,7 +1,8 @@
 """Compares the selector with another implementation of the same rules, over random registries and requests.
 
-The oracle is written from the documented rules (traits.py, selection.py, DESIGN). The oracle sees kernels and requests as plain
-descriptions, and calls nothing of the package. Constraints are descriptions, too; `build` converts one into a kernel author's form.
+The oracle is written from the documented rules (traits.py, selection.py, ARCHITECTURE.md). The oracle sees kernels and requests as
+plain descriptions, and calls nothing of the package. Constraints are plain descriptions too. `build` converts a constraint into the
+form that kernel authors write.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def holds(rule: tuple[Any, ...], value: Any) -> bool:
         return holds(rest[0], value) and holds(rest[1], value)
     if kind in ("value", "set"):
         members = rest if kind == "value" else rest[0]
-        return any(isinstance(m, bool) == isinstance(value, bool) and m == value for m in members)  # a flag is not the count 1
+        return any(isinstance(m, bool) == isinstance(value, bool) and m == value for m in members)  # True is not the number 1
     if type(value) not in (int, float):
         return False
     if kind == "least":
@@ -76,7 +77,7 @@ def holds(rule: tuple[Any, ...], value: Any) -> bool:
 
 @functools.cache
 def _can_hold(rule: tuple[Any, ...]) -> bool:
-    """Whether any value satisfies the rule. If none does, registration rejects the kernel."""
+    """Returns whether any value satisfies the rule. If none does, registration rejects the kernel."""
     return any(holds(rule, value) for value in (True, False, None, "nhd", 0.5, 0.75, 1.5, *range(600)))
 
 
@@ -196,7 +197,7 @@ devices = st.builds(
 
 
 def rarely(strategy: st.SearchStrategy[Any], empty: Any, among: int = 3) -> st.SearchStrategy[Any]:
-    """A strategy that draws ``empty`` most of the time, so that many kernels reach the later gates."""
+    """Returns a strategy that draws ``empty`` most of the time, so that many kernels reach the later gates."""
     return st.integers(0, among - 1).flatmap(lambda draw: st.just(empty) if draw else strategy)
 
 
@@ -276,17 +277,17 @@ def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, An
     for name, value in wish.traits.items():
         rule = kernel.traits.get(name)
         if rule is None:
-            # Silence about a flag means that the kernel does not support it.
+            # A kernel that does not declare a flag does not support the flag.
             if value is True and not kernel.universal:
                 offending.add(name)
         elif not holds(rule, value):
             offending.add(name)
     for name, rule in kernel.traits.items():
-        # A kernel that exists only for a feature is not eligible for a request that does not state the feature.
-        if name not in wish.traits and repr(rule) in ("('value', True)", "('set', (True,))"):  # repr, because True == 1
+        # A kernel that requires a flag is not eligible for a request that does not state the flag.
+        if name not in wish.traits and repr(rule) in ("('value', True)", "('set', (True,))"):  # compared by repr, because True == 1
             offending.add(name)
     if overridden:
-        # An override skips traits, except those that describe the operands.
+        # An override skips the trait gate, except for traits that describe the operands.
         offending &= wish.fixed
     return ("traits", offending) if offending else None
 
@@ -297,7 +298,7 @@ def place(kernel: Kernel, wish: Wish) -> tuple[Any, ...]:
         preference = kernel.priority
     elif wish.objective == "portability":
         demands = [kernel.vendors is not None, kernel.arch[0] is not None, kernel.arch[1] is not None, bool(kernel.needs)]
-        # A reference is not a portable kernel, however few requirements it has.
+        # A reference kernel does not count as portable, however few requirements it has.
         preference = sum(demands) if kernel.priority >= 4 else 5
     elif wish.objective in ("default", "accuracy"):  # no operand here is fp8
         preference = 0
@@ -364,7 +365,7 @@ def _signature(index: int) -> FormatSignature:
 
 
 def install(described: list[Kernel]) -> dict[str, Any]:
-    """Registers the kernels in a fresh registry; returns their implementations."""
+    """Registers the kernels in a fresh registry. Returns their implementations by name."""
     KernelRegistry.reset()
     registry = KernelRegistry.get()
     implementations = {}
@@ -409,7 +410,7 @@ def compare(described: list[Kernel], implementations: dict[str, Any], wish: Wish
     passing = sorted((k for k in described if failures[k.name] is None), key=lambda k: place(k, wish))
     expected = passing[0].name if passing else None
     if override and expected != wish.override:
-        expected = None  # an override that cannot be honoured is an error, never silently another kernel
+        expected = None  # if the kernel of an override is not eligible, no other kernel is selected
         seen["override refused"] += 1
     elif override:
         seen["override"] += 1
@@ -450,7 +451,8 @@ def _check_ties(passing: list[Kernel], wish: Wish, reason: str, seen: collection
 
 
 def _check_clashes(described: list[Kernel], wish: Wish) -> None:
-    """Kernels of equal priority that are both eligible for a request with every trait must have been reported at registration."""
+    """Asserts that two kernels of equal priority that are both eligible for a request with every trait were reported at
+    registration."""
     if {*FLAGS, *VALUES} - wish.traits.keys():
         return
     passing = [k for k in described if first_failure(k, wish, False) is None]
@@ -469,7 +471,7 @@ def _run(registries_wanted: int, requests_each: int, derandomize: bool) -> colle
         deadline=None,
         derandomize=derandomize,
         database=None,
-        # Shrinking such large inputs takes minutes; the failing kernels and request are printed instead.
+        # No shrinking: it takes minutes for such large inputs. The failing kernels and request are printed instead.
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
@@ -488,7 +490,7 @@ def _run(registries_wanted: int, requests_each: int, derandomize: bool) -> colle
 def test_selection_agrees_with_the_oracle() -> None:
     seen = _run(registries_wanted=300, requests_each=20, derandomize=True)
     assert seen["pairs"] >= 6_000
-    # The comparison needs variety: each outcome must have occurred often.
+    # Each outcome must have occurred often. Otherwise the comparison would prove little.
     for outcome in ("accepted", "selected", "none", "solution", "platform", "formats", "traits"):
         assert seen[outcome] >= 150, seen
     for outcome in ("override", "override refused", "tie"):
@@ -501,7 +503,7 @@ def test_selection_agrees_with_the_oracle_on_fresh_inputs() -> None:
 
 
 def test_the_oracle_notices_a_wrong_selector(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A selector that treats undeclared traits as supported, which is the worst mistake, must be detected."""
+    """Asserts that the oracle detects the worst mistake: a selector that treats undeclared traits as supported."""
     lenient = selection.gate
 
     def gate(spec: KernelSpec, request: Any, **options: Any) -> Any:

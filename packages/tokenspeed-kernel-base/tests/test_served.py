@@ -1,4 +1,4 @@
-"""What plugins of engines share: the kernel of a call, and the receipt."""
+"""Tests code that plugins of engines share: the kernel of a call, and the receipt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.served import NotServedError, Receipt, Row, kernel_f
 
 
 class Operator:
-    """An operator whose explanation is given."""
+    """A fake operator whose explanation the test chooses."""
 
     def __init__(self, chosen: Any = None, cpu: bool = True, error: Exception | None = None) -> None:
         self.__name__ = "rmsnorm"

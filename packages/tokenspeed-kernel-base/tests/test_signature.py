@@ -1,4 +1,4 @@
-"""Tensor formats and signatures."""
+"""Tests tensor formats and signatures."""
 
 from __future__ import annotations
 

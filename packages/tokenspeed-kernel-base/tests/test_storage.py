@@ -1,4 +1,4 @@
-"""Files that several processes share: atomic replacement, locks, databases."""
+"""Tests files that several processes share: atomic replacement, locks, databases."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_damaged_file_is_set_aside_with_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_waited_for_no_longer_than_wanted(tmp_path: Path) -> None:
-    with locked(tmp_path / "x"):  # the lock is held throughout, so the wait must end by its time limit
+    with locked(tmp_path / "x"):  # the lock stays held, so the wait ends at its time limit
         begun = time.monotonic()
         with pytest.raises(TimeoutError, match=r"another process has held .*x\.lock for 0\.1 s"), locked(tmp_path / "x", 0.1):
             pass
@@ -135,7 +135,7 @@ def test_a_forked_process_holds_none_of_its_parents_locks(tmp_path: Path) -> Non
                 with pytest.raises(TimeoutError), locked(tmp_path / "x", 0.0):
                     pass
                 os.write(writing, b"refused")
-                with locked(tmp_path / "x", math.inf):  # its parent's lock, until the parent releases it
+                with locked(tmp_path / "x", math.inf):  # the parent holds this lock: wait until the parent releases it
                     os._exit(0)
             finally:
                 os._exit(1)

@@ -1,4 +1,5 @@
-"""The quick lookup with PyTorch's guards. The lookup agrees with the full description, reports a miss in doubt, and is optional."""
+"""Tests the quick lookup with PyTorch's guards. The lookup agrees with the full description, reports a miss if in doubt, and is
+optional."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CALLER = rmsnorm.caller
 
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Returns the list of the arguments of all calls of rmsnorm that take the slow path."""
+    """Returns the list of the arguments of those calls of rmsnorm that take the slow path."""
     seen: list[tuple[Any, ...]] = []
     decide = CALLER.decide
 
@@ -90,7 +91,7 @@ def test_other_strides_and_aliases_use_the_full_description(decisions: list[tupl
     normed, total = rmsnorm(x, weight, residual=x)
     assert torch.equal(total, x + x)
     assert torch.equal(normed, rmsnorm(x + x, weight))
-    assert len(decisions) == 2  # with a residual and without
+    assert len(decisions) == 2  # one without a residual, one with
 
 
 def test_alternating_descriptions_use_the_quick_lookup(decisions: list[tuple[Any, ...]]) -> None:
@@ -121,7 +122,7 @@ def test_outputs_may_be_inputs_or_not_in_turns(decisions: list[tuple[Any, ...]])
         CALLER._memo.clear()
         assert torch.equal(out, wanted)
         assert torch.equal(residual_out, total)
-    assert len(decisions) == 2  # with outputs and without
+    assert len(decisions) == 2  # one call with outputs, one without
 
 
 def test_an_option_that_cannot_be_compared_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Constraints on traits, against brute force over small universes of values."""
+"""Tests constraints on traits against brute force over small sets of values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Workspaces, which outlive launches, tested on the host. A stream is an integer here, and each test sets whether it is
-captured."""
+"""Tests workspaces, which outlive launches, on the host. A stream is an integer here, and each test sets whether it is captured."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Pretended:
-    """A workspace keeper on the host, with fake streams."""
+    """A `Keeper` of workspaces on the host, with fake streams."""
 
     def __init__(self, arena: int = 1000) -> None:
         self.capturing = False
@@ -58,8 +57,8 @@ def test_it_grows_on_demand(pretended: Pretended) -> None:
 
 
 def test_captured_launches_share_no_counters(pretended: Pretended) -> None:
-    """All captures of PyTorch use the same stream, and even so each launch has its own counters. Counters are available before and
-    after the end of the arena."""
+    """Asserts that each captured launch has its own counters, although all captures of PyTorch use the same stream. Counters must
+    still be available after the arena is used up."""
     get = pretended.keeper.get
     eager = [get(0, 1, 100, 30)]
     found = []
@@ -129,7 +128,8 @@ def test_standing_memory(pretended: Pretended) -> None:
 
 
 def test_threads_get_one_workspace_for_one_stream(pretended: Pretended) -> None:
-    """Launches of two threads on one stream run one after the other on the device, so they may share a workspace."""
+    """Asserts that threads share one workspace if they launch on one stream. These launches run one after the other on the
+    device."""
     found: list[Workspace] = []
     start = threading.Barrier(8)
 

@@ -1,9 +1,9 @@
 """The attention implementations that are measured: this package's kernels, the core's portable kernels, and third-party baselines.
 
 The ``setup`` of an implementation (this package or a baseline) takes a `Shape` and the operator's arguments by name. The ``setup``
-makes the plans and views that an engine makes once. It returns the timed call, a function without parameters that returns the
-output. A third-party package is imported only when its implementation is measured. A package that is not installed is reported as
-absent, with the reason.
+makes the plans and views that an engine makes only once. The ``setup`` returns the timed call: a function without parameters, which
+returns the output. A third-party package is imported only when its implementation is measured. A package that is not installed is
+reported as absent, with the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def own(functions: Mapping[str, str]) -> Callable[[Shape, Arguments], Call]:
     """Returns the setup of the implementation that calls this package's public functions.
 
     Args:
-        functions: functions to call instead, ``"module:function"`` by operator. They get all of the operator's arguments by name.
+        functions: functions to call instead of this package's, ``"module:function"`` by operator. A function gets all of the
+            operator's arguments by name.
     """
 
     def setup(shape: Shape, arguments: Arguments) -> Call:
@@ -59,7 +60,7 @@ def _portable(shape: Shape, arguments: Arguments) -> Call:
 
 def _flash_attention_3(shape: Shape, arguments: Arguments) -> Call:
     fa3 = importlib.import_module("flash_attn_interface")
-    # The numbers of tokens visible to the left and to the right of a token, without the token itself.
+    # How many tokens a token sees to its left and to its right, without itself.
     window = (shape.window_left, 0) if shape.window_left >= 0 else (-1, -1)
     if shape.mode == PREFILL:
         q, k, v, offsets = (arguments[name] for name in ("q", "k", "v", "cu_seqlens"))

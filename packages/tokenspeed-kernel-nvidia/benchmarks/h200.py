@@ -48,12 +48,12 @@ from tokenspeed_kernel_base.operator import get_operator
 
 # Bytes that are read between two calls on the same inputs, so that the inputs are not in the 50 MB L2 cache.
 _TOUCHED = 224 << 20
-# Largest number of copies of the inputs. Prefill needs fewer copies, because inputs in the L2 cache do not make it faster.
+# Largest numbers of copies of the inputs. Prefill needs fewer copies, because inputs in the L2 cache do not make it faster.
 _COPIES, _PREFILL_COPIES = 128, 8
-# Rates that no kernel reaches. A faster result is a fault of the measurement.
+# Rates that no kernel can reach. A result above these rates is a measurement error.
 _BYTES_PER_US, _FLOPS_PER_US = 4.8e6, 1e9
-# Largest relative errors, of all checked rows together and of the worst row. Rounding to bfloat16 averages out less over the 64
-# elements of a row than over the whole output.
+# Largest allowed relative errors, of all checked rows together and of the worst row. The limit for a row is higher, because errors
+# of rounding to bfloat16 average out less over its 64 elements than over the whole output.
 LIMITS = Limits(5e-3, 2e-2)
 # A baseline with larger errors computes something else, and is not compared.
 _BASELINE_LIMITS = Limits(2e-2, 8e-2)
@@ -84,7 +84,8 @@ def _task(shape: Shape, device: torch.device) -> Task:
 
 
 def _work(shape: Shape) -> float:
-    """Returns the sort key of a shape: an estimate of its duration. Shapes with a paged cache are all short."""
+    """Returns the sort key of a shape, an estimate of its duration. It is 0 for all shapes with a paged cache, because these are
+    short."""
     seen = shape.window_left + 1 if shape.window_left >= 0 else shape.length
     return 0.0 if shape.paged else float(shape.batch * shape.length * seen)
 
@@ -105,7 +106,8 @@ def _named(group: str, wanted: Callable[[Shape], bool] = lambda shape: True) -> 
 
 
 def _tflops(names: Sequence[str]) -> Measure:
-    """Returns a measure: the lowest TFLOP/s of these shapes. Only the unmasked half of both GEMMs, q·k and P·v, counts."""
+    """Returns a measure: the lowest TFLOP/s of our kernel at these shapes. Counts only the unmasked half of both GEMMs, q·k and
+    P·v."""
     flops = {shape.name: 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim for shape in SHAPES}
     return lambda times: min(flops[name] / times[name]["ours"] / 1e6 for name in names)
 
@@ -139,7 +141,7 @@ def _bars() -> list[Bar]:
 
 
 def judged(rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
-    """Returns the outcome of the bar on the largest error of our kernels."""
+    """Compares the largest error of our kernels with the bar on errors. Returns the outcome."""
     errors: Times = values_of(rows, "relative_error")
     worst = max((of_one["ours"] for of_one in errors.values() if "ours" in of_one), default=None)
     return [outcome("relative error, worst shape", LIMITS.error, worst)]
@@ -149,7 +151,7 @@ def judged(rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
 
 _DIGITS = {"tflops": 0, "gb_per_s": 2, "ratio": 1}
 # For each panel of the plot: its title, its groups, the plotted value of a row, and the implementations to leave out. An
-# implementation is left out if its values would make the other ones hard to read.
+# implementation is left out if the values of the others would be hard to read beside its values.
 _PANELS = (
     ("Full causal prefill, TFLOP/s (more is better)", ("prefill", "prefill head_dim 128"), "tflops", ("triton", "flashinfer")),
     ("Decode, TB/s (more is better)", ("decode", "decode of 4"), "gb_per_s", ("fa4", "cudnn")),

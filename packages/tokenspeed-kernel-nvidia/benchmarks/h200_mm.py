@@ -6,11 +6,12 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --plot --readme  
 
 All implementations run in one process on the same random values. Each result is first compared with a float32 GEMM.
 `tokenspeed_kernel.workbench.benchmark.runner` describes how times are measured, with one difference: the kernel between two calls
-is an rmsnorm of one row, as before most GEMMs of a model. The rmsnorm uses PDL: it lets the next kernel launch while it runs
-itself. So a GEMM that supports PDL overlaps its prologue with the rmsnorm. The time of the rmsnorm alone, in a graph without GEMMs,
-is subtracted. Each implementation is also measured with the runner's small PyTorch kernel between calls, which does not use PDL
-(``ordinary_us``). The calls of a graph rotate over copies of the weights, together more than twice the L2 cache's size. Activations
-and results are the same memory in all calls, because in a model the preceding kernel has just written the activations.
+is an rmsnorm of one row, as before most GEMMs of a model. The rmsnorm uses PDL: it lets the next kernel launch while the rmsnorm
+still runs. So a GEMM that supports PDL overlaps its prologue with the rmsnorm. The time of the rmsnorm alone, in a graph without
+GEMMs, is subtracted. Each implementation is also measured with the runner's small PyTorch kernel between calls, which does not use
+PDL (``ordinary_us``). The calls of a graph rotate over copies of the weights. The copies together have more than twice the size of
+the L2 cache. All calls use the same memory for activations and results, because in a model the preceding kernel has just written
+the activations.
 
 ``--variants`` also measures other configurations of our kernels, which selection never uses: see `VARIANTS`.
 """
@@ -115,7 +116,7 @@ def _own(inputs: Inputs) -> Call:
 
 
 def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
-    """Returns a call of the ring buffer kernel with a changed configuration, launched as our launcher does."""
+    """Returns a call that launches the ring buffer kernel with a changed configuration, as our launcher does otherwise."""
     m, n = inputs["out"].shape
     operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
     count, row_bytes = _machine.sm_count_of(inputs["a"].get_device()), inputs["b"].shape[0] * inputs["b"].element_size()
@@ -148,7 +149,7 @@ def inputs_of(gemm: Gemm, device: torch.device, seed: int) -> dict[str, Any]:
 
 
 def first_rows(inputs: Inputs, m: int) -> dict[str, Any]:
-    """Returns inputs for a GEMM with only the first ``m`` rows of the activations, and with memory for the result."""
+    """Returns the inputs of a GEMM of the first ``m`` rows of the activations, with memory for the result."""
     a, a_scale = inputs["a"][:m].clone(), inputs["a_scale"]
     if a_scale is not None and a_scale.ndim == 2:
         a_scale = a_scale[:m].clone()
@@ -176,7 +177,7 @@ def _task(shape: Shape, every: Sequence[Inputs], device: torch.device, effort: E
         call = implementation.setup(first)
 
         def run() -> torch.Tensor:
-            first["out"].fill_(torch.nan)  # an element that the kernel does not write stays NaN, which the check finds
+            first["out"].fill_(torch.nan)  # an element that the kernel does not write stays NaN, and fails the check
             call()
             return first["out"]
 
@@ -228,7 +229,7 @@ FIGURE = Figure(
     alt=f"GEMMs of a decode step, {_WHAT}",
     baselines={"torch": ("PyTorch (cuBLAS)", "#c2410c")},
     shapes=[shape.name for shape in SHAPES],
-    # One panel for the smallest and one for the largest number of rows. The panels show the GEMMs that have bars.
+    # One panel shows the smallest number of rows, one the largest. Both show the GEMMs that have bars.
     panels=lambda report: [_panel(report, m) for m in (min(TOKENS), max(TOKENS))],
     marks=Marks("<!-- measured mm -->", "<!-- end of measured mm -->"),
     readme=Path(__file__).parents[1] / "README.md",

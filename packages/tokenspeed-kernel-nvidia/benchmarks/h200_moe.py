@@ -14,8 +14,8 @@ weights that a call reads are not in the L2 cache. Routing is uniform and indepe
 the operator's definition in float32. The error of all rows together and the error of the worst row are limited. Baselines that are
 not installed are reported as absent; ``--site`` names a folder with baselines that are installed elsewhere.
 `tokenspeed_kernel.workbench.benchmark.runner` describes how times are measured. Other processes compile this package's kernels
-ahead of the measurements. The floor is the roofline time: of the weights of the selected experts, or of the arithmetic, whichever
-is longer (``moe_shapes.py``).
+ahead of the measurements. The floor is the roofline time: the time to read the selected experts' weights or the time of the
+arithmetic, whichever is longer (``moe_shapes.py``).
 """
 
 from __future__ import annotations
@@ -62,15 +62,17 @@ from tokenspeed_kernel_nvidia.warmup import warm_up
 # Between two calls on the same layer, three calls run on other layers. One token of GPT-OSS reads 53 MB of a layer, so these three
 # calls read more than three times the size of the L2 cache.
 _LAYERS = 4
-# Calls rotate over at most this many batches, which averages over routings, and over at most this many bytes of tokens.
+# The most batches, and the most bytes of tokens, over which calls rotate. Several batches average over routings.
 _BATCHES, _TOKEN_BYTES = 32, 1 << 30
-# If the implementations together keep more bytes than this, the weights of the last one are freed, and its rows report the reason.
+# If the implementations together keep more bytes than this, the weights of the last implementation are freed, and its rows report
+# the reason.
 _MOST_BYTES = 100 << 30
-# Largest error of an output against the float32 reference, by the dtype of activations. Rounding the activation function's result
-# and each slot's output to bfloat16 causes an error of 3e-3. With fp8 activations, a slightly different value may round to the
-# neighbouring fp8 value.
+# Largest allowed errors of an output against the float32 reference, by the dtype of activations. Rounding the activation function's
+# result and each slot's output to bfloat16 causes an error of 3e-3. With fp8 activations, a slightly different value may round to
+# the neighbouring fp8 value.
 LIMITS = {"none": Limits(1e-2, 3e-2), "fp8": Limits(4e-2, 1e-1)}
-# A baseline with a larger error computes something else. Baselines choose their own scales for fp8 activations.
+# A baseline with larger errors does not compute the same operator. These limits are wider, because baselines choose their own
+# scales for fp8 activations.
 _BASELINE_LIMITS = {"none": Limits(2e-2, 8e-2), "fp8": Limits(8e-2, 2e-1)}
 
 
@@ -81,8 +83,8 @@ class Loaded:
     Attributes:
         implementation: the implementation.
         experts: one function per layer, see `moe_baselines`.
-        failure: why the layers could not be arranged; None if they were.
-        prepare_ms: milliseconds to arrange a layer. If there are several layers, the first is not counted.
+        failure: why the layers could not be arranged, or None.
+        prepare_ms: milliseconds to arrange a layer, as a median. If there are several layers, the first is left out.
         extra_bytes: peak bytes of temporary device memory while a layer is arranged, without the kept bytes.
         kept_bytes: bytes of device memory that the implementation keeps for a layer.
     """
@@ -96,8 +98,8 @@ class Loaded:
 
     @classmethod
     def of(cls, implementation: Implementation, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
-        """Arranges the layers for an implementation. All implementations share the layers, so RuntimeError is raised if this one
-        modifies their weights.
+        """Arranges the layers for an implementation. Raises RuntimeError if the implementation modifies the layers' weights, which
+        all implementations share.
         """
         sums = [layer.checksum() for layer in layers]
         loaded = cls._of(implementation, shape, layers, device)
@@ -124,7 +126,7 @@ class Loaded:
                     most.append(torch.cuda.max_memory_allocated(device) - before)
                 took.append((time.perf_counter() - start) * 1e3)
         except Exception as error:
-            # The error is raised again for each shape, so that each row has the reason.
+            # `call` raises the error again for each shape, so that each row has the reason.
             loaded.failure, loaded.experts = error.with_traceback(None), []
             return loaded
         loaded.prepare_ms = statistics.median(took[1:] or took)
@@ -208,7 +210,8 @@ def errors_against(right: torch.Tensor) -> Errors:
     """Returns a function that computes two relative errors of an output: of all tokens together, and of the worst token.
 
     If all experts of a token are on other ranks, the token's output is zero and its relative error is undefined. Such a token
-    counts only in the error of all tokens. If all tokens are of this kind, 1 is added to both outputs before the comparison.
+    counts only in the error of all tokens. If all tokens of a batch are of this kind, 1 is added to both outputs before the
+    comparison.
     """
     some = right.abs().amax(-1) > 0
     if not bool(some.any()):
@@ -217,7 +220,7 @@ def errors_against(right: torch.Tensor) -> Errors:
 
 
 def _calls_of(shape: Shape, layer: Layer) -> tuple[int, int]:
-    """Returns the number of calls in a graph, and the number of batches. Both are multiples of the number of layers."""
+    """Returns the number of calls in a graph, and the number of batches. Both numbers are multiples of the number of layers."""
     model, weights = shape.model, layer.weights
     tensors = (getattr(weights, f"{name}_weight{part}") for name in ("w13", "w2") for part in ("", "_scale"))
     pairs = shape.tokens * model.top_k * model.experts / model.routed
@@ -252,7 +255,7 @@ BARS = [
 
 
 def judged(rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
-    """Returns the outcomes of the bars on the errors of our kernels, and on their time to arrange a layer's weights."""
+    """Compares the errors of our kernels, and their time to arrange a layer's weights, with the bars. Returns the outcomes."""
     took = [row["prepare_ms"] for row in rows if (row["group"], row["kernel"]) == (_NAME, "ours") and row["prepare_ms"] is not None]
     prepare = bars.outcome(f"{_NAME}: ms to arrange a layer's weights", 50.0, took[-1] if took else None)
     return [*bars.no_less_accurate(values_of(rows, "relative_error")), prepare]
@@ -272,7 +275,7 @@ def _panel(report: Report, model: Model) -> Panel:
 
 
 def panels(report: Report) -> list[Panel]:
-    """Returns a panel for each measured model, and always one for the model that has bars."""
+    """Returns a panel for each measured model. The model that has bars always gets a panel."""
     times = values_of(report["rows"])
     models = dict.fromkeys([GPT_OSS_120B, *(shape.model for shape in SHAPES if shape.name in times)])
     return [_panel(report, model) for model in models]
@@ -315,7 +318,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def found(given: argparse.Namespace) -> list[Implementation]:
     for site in given.site:
-        # The folder is the last of the path, so that packages beside a baseline do not replace packages that this project uses.
+        # The folder comes last in the path, so that other packages in this folder do not replace packages that this project uses.
         sys.path.append(str(site))
         if not site.is_dir():
             print(f"there is no {site}")

@@ -4,16 +4,17 @@
     python packages/tokenspeed-kernel-nvidia/benchmarks/h200_persistent.py --compile   # only fills the cache; needs no GPU
 
 All variants run in one process on the same random values. Each variant is first compared with the public operators, layer by layer.
-The operators' layer starts from the residual stream that the variant has computed. Then several calls run in a CUDA graph. The
-graph runs several times, with caches evicted in between. A call runs all layers. The layers' weights exceed the L2 cache, so every
-layer reads cold weights. Today's launches are `mm`, `rmsnorm_moe_topk` and `moe_apply`, with PDL as in the runtime. The output of a
-layer's experts is the next layer's residual, because the runtime adds it in the next kernel.
+For each layer, the operators start from the residual stream that the variant has computed. Then several calls run in a CUDA graph.
+The graph runs several times, with caches evicted in between. A call runs all layers. The layers' weights exceed the L2 cache, so
+every layer reads cold weights. Today's launches are `mm`, `rmsnorm_moe_topk` and `moe_apply`, with PDL, as in the runtime
+`tools/gpt_oss`. The output of a layer's experts is passed as the next layer's residual, because the runtime adds this output in the
+next kernel.
 
-A row is printed as soon as it is measured. If a variant fails, its row has the reason and the others follow. The kernel's waits end
-by themselves after about two seconds, and the process ends after ``--seconds``, whatever happens.
+A row is printed as soon as it is measured. If a variant fails, its row has the reason, and the other variants are still measured.
+The kernel's waits end by themselves after about two seconds. The process ends after ``--seconds`` in any case.
 
-``--trace`` adds tables of the steps of a layer after all rows, from a kernel that stores the times of events. One table has these
-weights. The other has two layers so small that their weights stay in L2, and so shows latencies alone.
+``--trace`` adds tables of the steps of a layer after all rows, from a kernel that stores the times of events. One table is for
+these weights. The other table is for two layers that are so small that their weights stay in L2, so it shows latencies alone.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import stream_program
 SHAPE, WIDTH, EPS = Shape(GPT_OSS_120B, 1), 4096, 1e-5
 SMALL, SMALL_WIDTH = Shape(replace(GPT_OSS_120B, name="small", intermediate=256), 1), 512
 CALLS = 8  # number of calls in a graph
-CLOSE = 0.02  # the largest relative error of a token that has the same experts
+CLOSE = 0.02  # a token with a larger relative error has other experts than the reference
 TODAY = "today's launches"
 
 
@@ -138,11 +139,12 @@ class Batch:
 
     @property
     def bytes(self) -> float:
-        """Bytes of a layer's weights that these tokens need."""
+        """The bytes of a layer's weights that these tokens need."""
         return PROJECTION_BYTES + ROUTER_BYTES + self.experts * EXPERT_BYTES
 
     def layer(self, index: int, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs one layer with the public operators. Returns the experts' sum, the residual stream before it, and the expert ids."""
+        """Runs one layer with the public operators. Returns the sum over the experts, the residual stream to which it is added, and
+        the expert ids."""
         of_layer = self.model.weights[index]
         projected = ops.mm(self.attended[index], of_layer.projection.t(), bias=of_layer.projection_bias)
         normed, weights, ids, total = ops.rmsnorm_moe_topk(
@@ -162,13 +164,13 @@ class Batch:
             residual, *_ = self.layer(index, residual)
 
     def errors(self) -> Tensor:
-        """Returns the relative error of each token of each layer of the last call, ``[layers, tokens]``."""
+        """Returns the relative errors of the last call for each layer and token, ``[layers, tokens]``."""
         wanted, _ = self.composed([self.residual, *self.out[:-1]])
         both = torch.stack(wanted).double()
         return (self.out.double() - both).norm(dim=-1) / both.norm(dim=-1)
 
     def launches(self, choice: Choice) -> list[PersistentLayers]:
-        """Returns the objects that a call launches one after the other."""
+        """Returns the launch objects of a variant. A call launches them one after the other."""
         weights, plan, config = self.model.weights, self.model.plan, choice.config_for(self.tokens)
         ranges = [slice(None)] if choice.together else [slice(index, index + 1) for index in range(self.layers)]
         return [PersistentLayers(weights[some], self.attended[some], plan, EPS, config, ahead=choice.ahead) for some in ranges]
@@ -186,7 +188,8 @@ class Batch:
 
 
 def check(batch: Batch, launched: Sequence[PersistentLayers]) -> str:
-    """Runs a variant several times, and compares its results. Returns a description; raises RuntimeError if results are wrong."""
+    """Runs a variant several times, and compares the results with one another and with the public operators. Returns a description
+    of the errors. Raises RuntimeError if results are wrong."""
     run = batch.call(launched)
     first = None
     for _ in range(5):
@@ -254,7 +257,7 @@ def compile_all(tokens: Sequence[int], choices: Mapping[int, Mapping[str, Choice
         for warmed in warmup.warm_up([*configs], jobs):
             if warmed.error:
                 print(warmed, flush=True)
-    except RuntimeError as error:  # each program is then compiled when it is first used
+    except RuntimeError as error:  # then each program is compiled at its first use
         print(error, flush=True)
 
 

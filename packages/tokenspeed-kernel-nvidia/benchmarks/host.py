@@ -5,7 +5,7 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --kept  # with the p
 
 First calls are made in new processes that have already used PyTorch and the GPU. Functions are called in the order of the table, so
 the first call also imports the modules that all functions need. Later calls run many times in short series on the same arguments,
-with ``out=`` and without. They never wait for the device, and the fastest series counts. The series of all functions alternate,
+with ``out=`` and without. Later calls never wait for the device. The fastest series counts. The series of all functions alternate,
 because CPU clocks vary.
 """
 
@@ -25,13 +25,14 @@ from typing import Any
 import torch
 
 Function = Callable[..., Any]
-# Number of calls per series: so few that the launch queue does not become full, which would block the host.
+# Number of calls per series. With so few calls, the launch queue does not become full, which would block the host.
 _CALLS = 30
 _STRETCHES = 100
 
 
 def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """Returns, for every call in the sizes of GPT-OSS, the launcher's module, the function's name, and the arguments."""
+    """Returns the calls to measure, in the sizes of GPT-OSS: for each, the launcher's module, the function's name, and the
+    arguments."""
 
     def bf16(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def rmsnorm(x, weight, out, n, BLOCK: tl.constexpr):
-    """An rmsnorm that waits for the preceding kernel, then lets the next kernel launch while this one runs (PDL)."""
+    """Computes an rmsnorm. Waits for the preceding kernel, then lets the next kernel launch while this kernel still runs (PDL)."""
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     at = tl.arange(0, BLOCK)

@@ -14,8 +14,8 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 
 TOKENS = (1, 2, 4, 8, 16)
-# Largest relative errors against float32, of all rows together and of the worst row. Rounding to bfloat16 alone causes an error of
-# 1.7e-3, and slightly more in the worst row.
+# Largest allowed relative errors against float32, of all rows together and of the worst row. Rounding to bfloat16 alone causes an
+# error of 1.7e-3, and slightly more in the worst row.
 LIMITS = Limits(4e-3, 8e-3)
 _BYTES_PER_US = 4.35e6  # measured read bandwidth of an H200, in bytes per microsecond
 

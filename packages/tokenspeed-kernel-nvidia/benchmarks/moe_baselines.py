@@ -1,9 +1,9 @@
 """The MoE implementations that are measured: this package's kernels, the core's portable kernels, and third-party baselines.
 
-An implementation's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch`. This
-function returns the timed call, which has no parameters and computes the combined output ``[tokens, hidden]`` from router logits.
-Third-party kernels are called as vLLM 0.26 calls them, with vLLM's routing, activation and sum. A third-party package is imported
-only when its implementation is measured. A package that is not installed is reported as absent with the reason.
+An implementation's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch`. For
+a batch, this function returns the timed call. The call has no parameters, and computes the combined output ``[tokens, hidden]``
+from router logits. Third-party kernels are called as vLLM 0.26 calls them, with vLLM's routing, activation and sum. A third-party
+package is imported only when its implementation is measured. A package that is not installed is reported as absent with the reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Experts = Callable[[Batch], Call]
 
 
 def local(ids: Tensor, model: Model) -> Tensor:
-    """Returns the ids of this rank's experts; -1 replaces the ids of other ranks' experts."""
+    """Returns the expert ids, with -1 in place of the ids of other ranks' experts."""
     return ids.masked_fill(ids >= model.experts, -1) if model.of else ids
 
 
@@ -55,8 +55,8 @@ def local(ids: Tensor, model: Model) -> Tensor:
 
 
 def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, Layer], Experts]:
-    """Returns the setup of ``moe_apply`` with kernels of the backend ``solution``. ``moe_topk`` runs before it, with a kernel of
-    the backend ``routing``, by default with its best kernel.
+    """Returns the setup of an implementation that runs ``moe_topk``, then ``moe_apply`` with kernels of the backend ``solution``.
+    The kernel of ``moe_topk`` is of the backend ``routing``, by default the best kernel.
     """
 
     def setup(shape: Shape, layer: Layer) -> Experts:
@@ -76,7 +76,8 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
             logits = topk.complete({"logits": batch.logits, "top_k": shape.model.top_k})
             route = functools.partial(topk.function.bind(**logits, solution=routing), *logits.values())
             given = (batch.x, weights, batch.topk_weights, batch.topk_ids, plan)
-            # The plan's layout fits every number of tokens. The kernel for this number of tokens is selected here.
+            # The plan's weight layout is the same for every number of tokens. The kernel for this number of tokens is selected
+            # here.
             run = apply.function.bind(*given, solution=solution)
 
             def call() -> Tensor:
@@ -93,8 +94,8 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
 
 
 def programs_of(shape: Shape) -> list[tuple[Program[Any], Any]]:
-    """Returns the programs with long compile times that a call of this package's kernel uses, for bfloat16 tokens and mxfp4
-    weights. The weights are mxfp4 weights that float8_e5m2 represents exactly.
+    """Returns the programs with long compile times that a call of this package's kernel uses, for bfloat16 tokens and mxfp4 weights
+    that float8_e5m2 represents exactly.
     """
     model, dtype, rounded = shape.model, "bfloat16", shape.activation_dtype == "fp8"
     pairs = shape.tokens * model.top_k
@@ -160,8 +161,8 @@ def _only_16_bit_activations(shape: Shape) -> None:
 
 
 def _expert_map(model: Model, device: torch.device) -> Tensor | None:
-    """Returns the index of each expert on this rank, int32 ``[all experts]``; -1 for experts of other ranks. None if there is one
-    rank.
+    """Returns the index of each expert on this rank, int32 ``[all experts]``; -1 for experts of other ranks. Returns None if all
+    experts are on this rank.
     """
     if not model.of:
         return None
@@ -211,7 +212,7 @@ def _padded(tensor: Tensor, *sizes: int) -> Tensor:
 
 
 def _marlin(shape: Shape, layer: Layer) -> Experts:
-    """Sets up vLLM's Marlin kernel, with sizes rounded up as in vLLM. The time to pad the tokens does not count, which favours
+    """Sets up vLLM's Marlin kernel, with sizes rounded up as in vLLM. The time to pad the tokens is not measured, which favours
     Marlin.
     """
     _only_gpt_oss(shape)
@@ -390,6 +391,6 @@ def implementations(ours: str = "cutedsl") -> list[Implementation]:
         Implementation("marlin", _marlin, "vllm"),
         Implementation("humming", _humming, "humming-kernels"),
         Implementation("vllm_triton", _vllm_triton, "vllm"),
-        # FlashInfer compiles for half an hour unless its kernels are compiled already.
+        # FlashInfer compiles its kernels for half an hour, unless they are compiled already.
         Implementation("flashinfer", of_solution("flashinfer", "triton"), "flashinfer-python", on_demand=True),
     ]

@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 # best tensor-core rates by the dtype of activations, in floating-point operations per microsecond.
 BYTES_PER_US = 4.35e6
 FLOPS_PER_US = {"none": 800e6, "fp8": 1500e6}
-# The recipe of this case makes all layers, with other values.
+# All layers are drawn by the recipe of this case, with other values.
 _CASE = "gpt-oss-120b decode 1"
 _GPT_OSS_OPTIONS = ("w13_interleaved", "bias", "alpha", "limit", "beta")
 
@@ -52,7 +52,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Shape:
-    """One call: router logits and tokens in, combined output out.
+    """One call, which computes the combined output from router logits and tokens.
 
     Attributes:
         activation_dtype: as in `MoEPlan`.
@@ -101,7 +101,7 @@ QWEN3_FP8 = Model("qwen3-235b fp8 blocks", 128, 8, 4096, 1536, "fp8_block")
 DEEPSEEK_V3 = Model("deepseek-v3 32 of 256", 32, 8, 7168, 2048, "fp8_block", of=256)
 
 
-# Numbers of tokens of GPT-OSS-120B that have no bar.
+# Numbers of tokens at which GPT-OSS-120B has no bar.
 _BESIDE_BARS = (128, 512, 2048)
 
 
@@ -132,7 +132,7 @@ class Layer:
         return cls(made["weights"], made["plan"])
 
     def checksum(self) -> int:
-        """Checksum of all bytes of the weights."""
+        """Returns a checksum of all bytes of the weights."""
         tensors = (getattr(self.weights, f"{name}_weight{part}") for name in ("w13", "w2") for part in ("", "_scale", "_bias"))
         return sum(int(tensor.view(torch.uint8).sum(dtype=torch.int64)) for tensor in tensors if tensor is not None)
 
@@ -183,8 +183,8 @@ def batches(shape: Shape, count: int, layers: int, device: torch.device, seed: i
 
 
 def router_logits(draw: Draw, tokens: int, model: Model) -> Tensor:
-    """Draws router logits, bfloat16 ``[tokens, experts]``. The last selected expert and the next expert never have equal logits:
-    ties are common in bfloat16, and implementations resolve them differently.
+    """Draws router logits, bfloat16 ``[tokens, experts]``. The last selected expert and the first expert that is not selected never
+    have equal logits. Such ties are common in bfloat16, and implementations resolve ties differently.
     """
     logits = draw.normal(tokens, model.routed, dtype=torch.bfloat16)
     if model.routed == model.top_k:
@@ -200,7 +200,7 @@ def router_logits(draw: Draw, tokens: int, model: Model) -> Tensor:
 def expected(batch: Batch, layer: Layer) -> Tensor:
     """Computes the expected output by the operator's definition, before rounding to bfloat16: float32 ``[tokens, hidden]``."""
     arguments = batch.arguments(layer)
-    # The definition rounds to the dtype of x, so x is converted to float32, which represents it exactly.
+    # The definition rounds the result to x's dtype. So x is converted to float32, which represents x exactly.
     result = get_operator(Shape.operator).reference(*{**arguments, "x": arguments["x"].float()}.values())
     assert isinstance(result, Tensor)
     return result

@@ -3,15 +3,16 @@
     python packages/tokenspeed-kernel-nvidia/benchmarks/persistent_timeline.py
 
 The steps of a layer run one after another, because each step needs all results of the preceding step. Memory is busy while the
-producer warps may load. They load the experts as soon as the experts are known, and the next projection as far as the ring buffer
-has room. So a layer takes the time of the experts' bytes, the latencies of the steps, and the part of the projection's time that no
-latency hides.
+producer warps load. These warps load the weights of the experts as soon as the experts are known, and the weights of the next
+projection as far as the ring buffer has room. So the time of a layer is the sum of three times: loading the experts' weights, the
+latencies of the steps, and the part of the projection's load time that no latency hides.
 
-Latencies are in microseconds. "measured" stands for a measurement on an H200 in this repository; "assumed" for an estimate that the
-benchmark beside this file is there to correct.
+Latencies are in microseconds. "measured" marks a figure that was measured on an H200 in this repository. "assumed" marks an
+estimate, which measurements of `h200_persistent.py` can correct.
 
-The first measurement (`h200_persistent.json`) contradicts the model: 32.3 us a layer at one token, where today's launches take 35.5
-us; 71.0 and 66.7 us at four tokens. `h200_persistent.py --trace` gave these times of the steps, as medians over CTAs, in us:
+The first measurement (`h200_persistent.json`) contradicts the model: at one token, a layer takes 32.3 us in the persistent kernel
+and 35.5 us with today's launches; at four tokens, 71.0 and 66.7 us. `h200_persistent.py --trace` gave these times of the steps, as
+medians over CTAs, in us:
 
 | step | 1 token | 4 tokens |
 |---|---|---|
@@ -27,9 +28,9 @@ us; 71.0 and 66.7 us at four tokens. `h200_persistent.py --trace` gave these tim
 | w2: MMAs | 2.4 | 11.8 |
 | w2 of all CTAs seen, output written | 4.3, 0.9 | 7.1, 0.9 |
 
-So an exchange takes 1.4 to 2.5 us where the model assumes 0.8, rows are split for 1.1 us twice, and CTAs wait up to 4 us for a CTA
-that has a panel of w2 more than the others. With two small layers that stay in the L2 cache, a layer of one token takes 17 us, all
-of it latency.
+So an exchange between CTAs takes 1.4 to 2.5 us, where the model assumes 0.8. Rows are split twice, for 1.1 us each. CTAs wait up to
+4 us for a CTA that has one more panel of w2. If two small layers stay in the L2 cache, a layer takes 17 us for one token, all of it
+latency.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 READ_TB_PER_S = 4.35  # measured: read bandwidth of the device, `mm_shapes`
-# Ratio of L2 bandwidth to memory bandwidth: about the ratio measured in the same runs; assumed.
+# assumed: the ratio of L2 bandwidth to memory bandwidth, about as measured in the same runs
 L2_FACTOR = 1.8
 SMS = 132
 PROJECTION_BYTES = 2880 * 4096 * 2
@@ -96,11 +97,11 @@ def steps(tokens: int, experts: float, variant: Variant) -> dict[str, float]:
     }
     hidden = DRAIN + GATE + ATTENDED
     ahead = min(SMS * variant.ahead, PROJECTION_BYTES) if variant.layers > 1 else 0
-    # Time to load the whole projection: the prefetched bytes come from L2.
+    # The time to load the whole projection. The prefetched bytes come from L2.
     projection = time_of(PROJECTION_BYTES - ahead) + time_of(ahead) / L2_FACTOR
     in_ring = min(1.0, SMS * variant.ring_bytes / PROJECTION_BYTES)
     left = projection - min(hidden, in_ring * projection)
-    # Prefetches delay the experts' bytes if they take longer than the steps until the experts are known.
+    # If the prefetches take longer than the steps until the experts are known, they delay the loads of the experts' weights.
     delay = max(0.0, time_of(ahead) - PROJECT - sum(chosen.values()))
     return {
         "gate": GATE,
@@ -113,7 +114,8 @@ def steps(tokens: int, experts: float, variant: Variant) -> dict[str, float]:
 
 
 def predicted_us(tokens: int, experts: float, variant: Variant | None = None) -> float:
-    """Returns the predicted microseconds of a layer. If ``variant`` is None: of the launches of today's kernels, for one token."""
+    """Returns the predicted microseconds of a layer in the persistent kernel. If ``variant`` is None, returns the time with today's
+    launches, for one token."""
     return sum(TODAY.values() if variant is None else steps(tokens, experts, variant).values())
 
 

@@ -1,7 +1,7 @@
 """Splits the time of a layer of the persistent kernel into steps, from the events that a kernel with `Config.trace` stores.
 
-Events are read from each SM's clock. The global timer at the begin and the end of each CTA gives the clock's rate, and relates the
-clocks of SMs to one another, to within the timer's resolution.
+Events are read from each SM's clock. The global timer is read at the begin and the end of each CTA. It gives the rate of the
+clocks, and relates the clocks of different SMs to one another, to within the timer's resolution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.persistent.launch import PersistentLayers
 
 
 def gathered(layers: PersistentLayers, run: Callable[[], None], rounds: int, calls: int = 3) -> Tensor:
-    """Returns the events of the last of some consecutive calls, for several rounds: int64 ``[rounds, *trace's shape]``."""
+    """Runs ``calls`` consecutive calls in each round. Returns the events of each round's last call: int64 ``[rounds, *trace's
+    shape]``."""
     found = []
     for _ in range(rounds):
         for _ in range(calls):
@@ -26,8 +27,8 @@ def gathered(layers: PersistentLayers, run: Callable[[], None], rounds: int, cal
 
 
 def times_of(trace: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the events' times since each CTA's begin and since the first CTA's begin, in microseconds: float64 ``[rounds, ctas,
-    layers, events]``. Events that a CTA does not have are NaN.
+    """Returns the events' times in microseconds, first since each CTA's own begin, then since the first CTA's begin: two tensors,
+    float64 ``[rounds, ctas, layers, events]``. Events that a CTA does not have are NaN.
     """
     trace = trace.cpu()
     begin, timer, end, timer_at_end = (each[..., None, None] for each in trace[:, :, -1, :4].unbind(-1))
@@ -40,10 +41,11 @@ def times_of(trace: Tensor) -> tuple[Tensor, Tensor]:
 def table(trace: Tensor) -> Iterator[str]:
     """Yields the lines of a table with a line for each event.
 
-    The first layer is left out, because no layer precedes it. ``step`` is the time since the CTA's preceding event: the median over
-    CTAs, layers and rounds, and the median of the largest of all CTAs. CTAs without an event do not count. ``at`` is the time since
-    the CTA has written the preceding layer's output. ``last CTA`` is how much later than the median the last CTA has the event.
-    Steps of the producer and of the epilogue overlap the others, so they only have ``at``.
+    The first layer is left out, because no layer precedes it. ``step`` is the time since the CTA's preceding event, as a median
+    over CTAs, layers and rounds. ``max`` is the longest step of all CTAs, as a median over layers and rounds. A CTA without the
+    event is left out. ``at`` is the time since the CTA has written the preceding layer's output. ``last CTA`` is the time from the
+    median CTA's event to the last CTA's event. Events of the producer and of the epilogue overlap other steps, so they have neither
+    ``step`` nor ``max``.
     """
     own, common = times_of(trace)
     chain = torch.where(own[..., :CHAIN].isnan(), -torch.inf, own[..., :CHAIN]).cummax(-1).values

@@ -20,7 +20,7 @@ from .flashinfer_stand_in import source_reader
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with the parameter ``cutedsl_kernel`` runs once for each CuteDSL kernel, with the kernel's name."""
+    """Runs a test with the parameter ``cutedsl_kernel`` once for each CuteDSL kernel. The parameter is the kernel's name."""
     if "cutedsl_kernel" in metafunc.fixturenames:
         with every_kernel() as registry:
             names = sorted(spec.name for spec in registry.list_kernels() if spec.solution == "cutedsl")
@@ -44,7 +44,7 @@ def sm90() -> torch.device:
 
 @contextlib.contextmanager
 def every_kernel() -> Iterator[KernelRegistry]:
-    """Inside the block, this package's kernels are registered as if CuteDSL were installed. Yields the registry."""
+    """Registers this package's kernels inside the block, as if CuteDSL were installed. Yields the registry."""
     registry = KernelRegistry.get()
     names = {spec.name for spec in registry.list_kernels()}
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def every_kernel() -> Iterator[KernelRegistry]:
 
 @pytest.fixture
 def registered() -> Iterator[KernelRegistry]:
-    """The registry of `every_kernel`."""
+    """Yields the registry of `every_kernel`."""
     with every_kernel() as registry:
         yield registry
 
@@ -75,7 +75,8 @@ def source() -> Callable[[str], str]:
 
 @pytest.fixture
 def flashinfer_kernels() -> Iterator[dict[str, KernelSpec]]:
-    """Yields FlashInfer's kernels as the package declares them. Which kernels are loaded is reset before and after the test."""
+    """Yields FlashInfer's kernels as the package declares them. Before and after the test, this package's kernels are
+    unregistered."""
     registry = KernelRegistry.get()
     installed = _unregister_all(registry)
     tokenspeed_kernel_nvidia.register()
@@ -86,7 +87,7 @@ def flashinfer_kernels() -> Iterator[dict[str, KernelSpec]]:
 
 
 def _unregister_all(registry: KernelRegistry) -> bool:
-    """Unregisters this package's kernels. Returns whether there were any."""
+    """Unregisters this package's kernels. Returns whether any kernel was registered."""
     names = [spec.name for spec in registry.list_kernels() if spec.solution in ("cutedsl", "flashinfer")]
     for name in names:
         registry.unregister(name)

@@ -17,7 +17,7 @@ GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702
 
 
 class RandomLayer:
-    """A layer with its canonical weights and its prepared weights. Subclasses whose layers are run implement `apply`."""
+    """A layer with canonical weights and prepared weights. A subclass whose layers are run implements `apply`."""
 
     def __init__(self, device: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, **options: Any) -> None:
         self.plan: MoEPlan = moe_apply.plan(
@@ -34,7 +34,7 @@ class RandomLayer:
         self.prepared = mxfp4_weights.prepare_weights(self.given, self.plan)
 
     def spread_scales(self, experts: Any) -> None:
-        """Gives one row of each of these experts scales that are too far apart for float8_e5m2."""
+        """Changes a scale in one row of each of these experts. The row's scales are then too far apart for float8_e5m2."""
         scale = self.given.w13_weight_scale
         assert scale is not None
         for expert in experts:
@@ -42,8 +42,8 @@ class RandomLayer:
         self.prepare()
 
     def pad_rows(self, experts: Any) -> None:
-        """Gives two rows of each of these experts all-zero blocks, some with negative zeros. The scales of these blocks are far
-        from the other scales."""
+        """Puts blocks of zeros into two rows of each of these experts, some with negative zeros. The scales of these blocks are far
+        from the rows' other scales."""
         for expert in experts:
             for codes, scale in (
                 (self.given.w13_weight, self.given.w13_weight_scale),
@@ -73,14 +73,14 @@ class RandomLayer:
         return self._normal(count, self.plan.hidden_size).to(self.plan.dtype), weights, chosen.int()
 
     def wide_tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `tokens` whose activations and top-k slots' results exceed float16's range, while the sums over the slots do
-        not."""
+        """Returns `tokens` for which activations and the results of top-k slots exceed float16's range, but the sums over the slots
+        do not."""
         x, weights, ids = self.tokens(count)
         return x * 512, weights / 2**18, ids
 
     def outlier_tokens(self, count: int, outlier: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `tokens` whose elements are 1.25, except for an outlier in the first feature. The weights of this feature in w13
-        become zero."""
+        """Returns `tokens` whose elements are 1.25, except for an outlier in the first feature. Also sets the weights of this
+        feature in w13 to zero."""
         self.given.w13_weight[..., 0] &= 0xF0
         self.prepare()
         x, weights, ids = self.tokens(count)
@@ -103,7 +103,8 @@ class RandomLayer:
 
 
 def compare(got: Tensor, wanted: Tensor) -> None:
-    """Compares results. The tolerances allow for rounding of the activation, of each top-k slot's result, and of the sum."""
+    """Compares results with the expected results. The tolerances cover the rounding of the activation, of each top-k slot's result,
+    and of the sum."""
     assert got.shape == wanted.shape
     if not wanted.numel():
         return

@@ -30,7 +30,7 @@ Body = Callable[[dict[str, Any]], Any]
 @functools.cache
 def source_reader() -> Callable[[str], str] | str:
     """Returns a function that reads a source file of FlashInfer 0.7.2 or a post-release. The source is the installed package, or
-    the wheel that TOKENSPEED_FLASHINFER_WHEEL names. If there is no source, returns the reason. Imports nothing of FlashInfer.
+    the wheel that TOKENSPEED_FLASHINFER_WHEEL names. If there is no source, returns the reason as text. Does not import FlashInfer.
     """
     wheel = os.environ.get("TOKENSPEED_FLASHINFER_WHEEL")
     if wheel is not None:
@@ -71,7 +71,8 @@ def unparsed(signature: str) -> str:
 def with_signature(
     text: str, read: str, names: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[[dict[str, Any]], Any]], Function]:
-    """Returns a function with the real function's signature, which passes its arguments to ``body`` by name.
+    """Returns a decorator of ``body``. The decorated function has the real function's signature, and passes its arguments to
+    ``body`` as a dict.
 
     Args:
         text: the signature.
@@ -100,8 +101,8 @@ def with_signature(
 def installed(
     monkeypatch: pytest.MonkeyPatch, functions: Mapping[str, Function], arch: str, called: Callable[[str], None]
 ) -> Iterator[None]:
-    """Replaces FlashInfer's functions by the given ones, which are keyed by full name. The device pretends to be of an
-    architecture, with its tensors on the CPU.
+    """Replaces FlashInfer's functions by the given functions, which are keyed by full name. Tensors are on the CPU, and the device
+    pretends to have the architecture ``arch``.
 
     Args:
         called: receives the name of each function that is called.
@@ -129,8 +130,8 @@ def installed(
 
 
 def fixtures(functions: Mapping[str, Function], arch: str, calls: list[str], family: str) -> tuple[Any, Any]:
-    """Returns two fixtures. The first one installs the stand-in on an architecture, and appends called names to ``calls``. The
-    second one is the family's kernels by name.
+    """Returns two fixtures. The first fixture installs the stand-in on an architecture, and appends the names of called functions
+    to ``calls``. The second fixture returns the family's kernels by name.
     """
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""Helpers for tests of launchers: kernels are compared with a reference, executed on the emulator, or recorded."""
+"""Helpers for tests of launchers. They compare kernels with a reference, run kernels on the emulator, or record launches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def check(kernel: Callable[..., Any], operator: Callable[..., Any], arguments: d
 
 
 def check_fp8(kernel: Callable[..., Any], operator: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Like `check`, for a kernel that rounds probabilities to e4m3, which gives each an rms error of 2.6%."""
+    """Launches a kernel that rounds probabilities to e4m3, and compares the results with the reference. The rounding gives each
+    probability an rms error of 2.6%."""
     wanted, wanted_lse = operator(**arguments, solution="reference")
     got, lse = kernel(**arguments)
     assert got.dtype == wanted.dtype
@@ -50,7 +51,7 @@ def check_fp8(kernel: Callable[..., Any], operator: Callable[..., Any], argument
 
 @contextlib.contextmanager
 def emulated(cached: Any, sm_count: int, **options: Any) -> Iterator[None]:
-    """Context in which compiled programs are executed on the emulator.
+    """Context manager in which compiled programs run on the emulator.
 
     Args:
         cached: the launcher's function, cached by `functools`, that finds programs for a device.
@@ -68,7 +69,8 @@ def emulated(cached: Any, sm_count: int, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh(cached: Any) -> Iterator[None]:
-    """Clears a launcher's cached function and the cached number of SMs, before and after the block."""
+    """Context manager that clears the cache of ``cached``, a launcher's function, and the cached SM count, before and after the
+    block."""
 
     def forget() -> None:
         _machine.sm_count_of.cache_clear()
@@ -80,7 +82,8 @@ def fresh(cached: Any) -> Iterator[None]:
 
 
 def recorded(launcher: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
-    """Records the launches of a launcher's module instead of running them, on a device of 132 SMs."""
+    """Records the launches of a launcher's module instead of running them, as on a device with 132 SMs. Yields the list of
+    launches."""
     found: list[Launched] = []
 
     def record(program: Any, config: Any) -> Any:

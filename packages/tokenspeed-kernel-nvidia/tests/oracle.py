@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# The tolerance relative to a result's norm. Rounding a result to bfloat16 gives an error of 1.7e-3, and probabilities are rounded
-# as well.
+# The tolerance relative to a result's norm. Rounding a result to bfloat16 gives an error of 1.7e-3. Kernels round probabilities as
+# well.
 TOLERANCE = 5e-3
-# The tolerance relative to each row's norm. If only softmax weights and outputs are rounded to bfloat16, the error of rows with 700
-# keys is at most 3.6e-3. If a row lacks a sixteenth of its keys, the error is a quarter.
+# The tolerance relative to each row's norm. If only softmax weights and outputs are rounded to bfloat16, the error of a row with
+# 700 keys is at most 3.6e-3. If a sixteenth of the row's keys is missing, the error is 0.25.
 ROW_TOLERANCE = 2e-2
 
 
@@ -66,14 +66,14 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
 
 
 def attend_ragged(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], options: Options) -> tuple[Tensor, Tensor]:
-    """Attention of concatenated sequences, each to its own keys."""
+    """Computes the attention of concatenated sequences, each to its own keys."""
     return attend_to_others(q, k, v, lengths, lengths, options)
 
 
 def attend_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_lens: list[int], kv_lens: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Attention of sequences' new tokens to a paged cache. A sequence may have fewer cached tokens than queries."""
+    """Computes the attention of sequences' new tokens to a paged cache. A sequence may have fewer cached tokens than queries."""
     parts = []
     for index, queries in enumerate(q.split(q_lens)):
         pages = page_table[index, : -(-kv_lens[index] // k_cache.shape[1])].long()
@@ -85,7 +85,7 @@ def attend_paged(
 def attend_to_others(
     q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], kv_lens: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Attention of concatenated sequences whose keys belong to other tokens than the queries."""
+    """Computes the attention of concatenated sequences whose keys belong to other tokens than the queries."""
     parts = zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens), strict=True)
     return _joined([attend_one(*tensors, options) for tensors in parts], q)
 
@@ -103,9 +103,10 @@ def check(
     tolerance: float = TOLERANCE,
     row_tolerance: float = ROW_TOLERANCE,
 ) -> None:
-    """Fails if the error of an output, or of its LSE if given, is too large: in total, or in any row.
+    """Fails if the error of an output or of its LSE is too large, in total or in any row. The LSE is optional.
 
-    A row that sees no key must be 0. If the caller fills the output with NaN, unwritten rows are detected.
+    A row that sees no key must be 0. NaN in the output is an error. So if the caller fills the output with NaN before the call,
+    unwritten rows are detected.
     """
     out, lse = got if isinstance(got, tuple) else (got, None)
     assert out.shape == wanted[0].shape
@@ -155,8 +156,8 @@ class Paged:
         return offsets(self.q_lens, self.q.device)
 
     def freed(self, window_left: int) -> Paged:
-        """Returns the same sequences after pages were freed that the window hides from all new tokens. Freed pages are -1 in the
-        page table and hold NaN. There is also NaN before the caches, where a page -1 would be.
+        """Returns the same sequences, in which pages that the window hides from all new tokens are freed. Freed pages are -1 in the
+        page table and hold NaN. The memory before the caches, where a page -1 would be, also holds NaN.
         """
         table = self.page_table.clone()
         gone = []

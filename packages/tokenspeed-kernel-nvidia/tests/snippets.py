@@ -1,4 +1,5 @@
-"""Executes inline PTX on tensors. A register is an int64 tensor that holds the register's bits, with one element for each lane.
+"""Executes inline PTX on tensors. A register is represented by an int64 tensor that holds the register's bits, with one element for
+each lane.
 
 Only the instructions of the tested snippets are supported.
 """
@@ -15,7 +16,7 @@ HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def halves(register: Tensor) -> Tensor:
-    """Converts int64 to int16 ``[..., 2]``, the lower half first."""
+    """Splits the low 32 bits of an int64 register into int16 ``[..., 2]``, the lower half first."""
     parts = torch.stack((register & 0xFFFF, register >> 16), -1)
     return (parts - ((parts >> 15) << 16)).to(torch.int16)
 
@@ -44,7 +45,7 @@ def _multiply(kind: str, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tenso
 
 
 def _convert(name: str, a: Tensor, *rest: Tensor) -> Tensor:
-    if name == "cvt.rn.satfinite.e4m3x2.f32":  # the first operand becomes the upper byte
+    if name == "cvt.rn.satfinite.e4m3x2.f32":  # the first operand goes to the upper byte
         high, low = (floats(x).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).long() for x in (a, *rest))
         return low | high << 8
     if name == "cvt.rn.f16x2.e4m3x2":
@@ -79,7 +80,7 @@ def _result(name: str, a: Tensor, rest: list[Tensor]) -> Tensor:
         selected = [((a | rest[0] << 32) >> 8 * (int(rest[1]) >> 4 * byte & 7) & 0xFF) << 8 * byte for byte in range(4)]
         return selected[0] | selected[1] | selected[2] | selected[3]
     if name == "lop3.b32":
-        assert rest[2] == 0xEA  # (a and b) or c
+        assert rest[2] == 0xEA  # 0xEA: (a and b) or c
         return a & rest[0] | rest[1]
     if name.startswith("cvt."):
         return _convert(name, a, *rest)

@@ -1,4 +1,4 @@
-"""A new architecture: `made_up/sm77` has only the code that ARCHITECTURE.md requires of an architecture.
+"""Tests a new architecture: `made_up/sm77` has only the code that ARCHITECTURE.md requires of an architecture.
 
 The kernel of `made_up/sm77` is registered, selected on such a device, and launched by the shared code, with a stub instead of the
 compiler. The kernel's device code is compiled for architectures older and newer than Hopper, and executed.
@@ -33,7 +33,8 @@ needs_dsl = pytest.mark.skipif(_machine.dsl_gap() is not None, reason=str(_machi
 
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Any]:
-    """Imports the launcher's module. The folder `sm77` is placed beside `sm90`, like the folder of a new architecture."""
+    """Yields the launcher's module. For Python, the folder `sm77` is beside `sm90`, as the folder of a new architecture would
+    be."""
     folder = f"{tokenspeed_kernel_nvidia.__name__}.sm77"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenspeed_kernel_nvidia, "__path__", [*tokenspeed_kernel_nvidia.__path__, str(MADE_UP)])
@@ -45,7 +46,7 @@ def launch() -> Iterator[Any]:
         yield launch
     KernelRegistry.get().unregister(NAME)
     for name in [name for name in sys.modules if name.startswith(folder)]:
-        del sys.modules[name]  # so that the registry forgets the declaration
+        del sys.modules[name]  # a later import declares the kernel again
 
 
 class Stub:
@@ -122,7 +123,8 @@ def test_shared_device_code_compiles_for_other_architectures(launch: Any, arch: 
 
 
 def test_shared_code_depends_on_no_architecture() -> None:
-    """TMA, wgmma and clusters come from CuteDSL's `nvgpu`, and from inline PTX in `sm90/common`. Shared code must use neither."""
+    """Asserts that shared code uses neither CuteDSL's `nvgpu` nor inline PTX of Hopper. Code of `sm90` gets TMA, wgmma and clusters
+    from these two."""
     for path in (PACKAGE / "cutedsl").rglob("*.py"):
         code = path.read_text()
         imported = re.findall(r"^\s*(?:from|import) ([\w.]+)", code, re.MULTILINE)

@@ -1,4 +1,5 @@
-"""The attention and GEMM benchmarks for the H200: the parts that need no GPU, and the committed reports of all three benchmarks."""
+"""Tests the attention and GEMM benchmarks for the H200, as far as they need no GPU, and the committed reports of all three
+benchmarks."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def _reference(shape: Any, arguments: Any, factor: float = 1.0) -> Any:
 
 @pytest.mark.parametrize(("name", "bars"), [("h200", 17), ("h200_mm", 6), ("h200_moe", 16)])
 def test_the_committed_report(programs: Programs, name: str, bars: int) -> None:
-    """The report has the shapes and bars of the benchmark, and the README shows the report."""
+    """Asserts that the report has the shapes and bars of the benchmark, and that the README shows the report."""
     benchmark, report = programs(name).BENCHMARK, json.loads((FOLDER / f"{name}.json").read_text())
     names = [shape.name for shape in benchmark.shapes]
     assert len({*names}) == len(names)
@@ -92,13 +93,14 @@ def test_the_reference_of_rows_is_that_of_the_operator(programs: Programs, index
         assert out.shape == arguments["q"].shape
         expected = shapes.reference_rows(shape, given, rows, sinks=sinks)
         error, row_error = runner.errors_against(expected)(out[rows])
-        assert error < 3e-3  # the rounding error of bfloat16
+        assert error < 3e-3  # near the rounding error of bfloat16
         assert row_error < 0.5 * h200.LIMITS.row_error
         assert runner.relative_error(out[rows] * 1.01, expected) > h200.LIMITS.error
 
 
 def test_implementations_state_what_they_do_not_support(programs: Programs) -> None:
-    """An implementation rejects unsupported calls before it imports anything. So the baselines need not be installed."""
+    """Asserts that an implementation rejects unsupported calls before it imports a baseline. So the baselines need not be
+    installed."""
     shapes = {shape.name: shape for shape in programs("shapes").SHAPES}
     everyone = {each.name: each for each in programs("baselines").implementations({})}
     assert [each.name for each in everyone.values() if each.ours] == ["ours", "triton"]
@@ -143,7 +145,7 @@ def test_gemms_are_listed(programs: Programs, capsys: pytest.CaptureFixture[str]
 
 
 def test_gemms_are_measured(programs: Programs, monkeypatch: pytest.MonkeyPatch, fake_graphs: None) -> None:
-    """GEMMs with small weights are measured on the CPU, with fake times. The test checks rows and bars."""
+    """Measures GEMMs with small weights on the CPU, with fake times, and checks the rows and bars of the report."""
     h200_mm, shapes = programs("h200_mm"), programs("mm_shapes")
     monkeypatch.setattr(h200_mm, "_TOUCHED", 1e4)
     benchmark = dataclasses.replace(h200_mm.BENCHMARK, between=runner.Between)
@@ -172,7 +174,8 @@ def test_gemms_are_measured(programs: Programs, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_operands_of_gemms(programs: Programs) -> None:
-    """For every kind of weights, the stated number of bytes is correct, and a GEMM uses the first rows of the activations."""
+    """Asserts for every format of weights that the stated number of bytes is correct, and that a GEMM uses the first rows of the
+    activations."""
     h200_mm, shapes = programs("h200_mm"), programs("mm_shapes")
     for weights in shapes._MADE:
         small = shapes.Gemm("a model's", "layer", 128, 2880, weights=weights)

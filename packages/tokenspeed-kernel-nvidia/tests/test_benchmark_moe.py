@@ -1,4 +1,4 @@
-"""The MoE benchmark for the H200: the parts that need no GPU."""
+"""Tests the MoE benchmark for the H200, as far as it needs no GPU."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_routing_is_uniform_and_never_tied(programs: Programs) -> None:
 
 
 def test_floors_are_those_of_the_table(programs: Programs) -> None:
-    """The floors are within 3% of the values in the table: the bytes of weights, scales and biases, and the arithmetic."""
+    """Asserts that the floors (roofline times) are within 3% of the values in the table. A floor is the time of the weights' bytes,
+    or of the arithmetic."""
     shapes = programs("moe_shapes")
     bytes_of_one = 2880 * 2880 * 3 * (0.5 + 1 / 32)
     for experts, us in ((4, 12.2), (128, 389.0)):
@@ -86,7 +87,8 @@ def test_floors_are_those_of_the_table(programs: Programs) -> None:
 
 @pytest.mark.parametrize("index", range(4))
 def test_our_kernels_compute_the_layer(programs: Programs, index: int) -> None:
-    """The benchmark's layer is correct from logits to output, without experts of other ranks. The reference replaces the kernel."""
+    """Asserts that the benchmark's call is correct from logits to output, without experts of other ranks. The reference replaces
+    the kernel."""
     shapes, errors_against = programs("moe_shapes"), programs("h200_moe").errors_against
     shape = _small(shapes)[index]
     (layer,) = _layers(shapes, shape, 1)
@@ -119,7 +121,7 @@ def test_unsupported_calls_are_reported(programs: Programs) -> None:
 
 
 def test_baselines_are_called_as_declared(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own functions arrange the weights, as far as these functions need no GPU. Fake kernels check the arguments of
+    """Arranges weights with vLLM's own functions, except for those that need a GPU. Fake kernels check the arguments of
     launches."""
     pytest.importorskip("vllm")
     shapes, baselines = programs("moe_shapes"), programs("moe_baselines")
@@ -182,8 +184,7 @@ def test_graphs_hold_whole_turns_of_the_layers(programs: Programs) -> None:
 def test_layers_are_measured(
     programs: Programs, monkeypatch: pytest.MonkeyPatch, fake_graphs: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Layers are measured model by model. Some implementations are correct, and others fail while weights are arranged, or
-    later."""
+    """Measures layers model by model. Some implementations are correct. Others fail while weights are arranged, or later."""
     h200_moe, shapes = programs("h200_moe"), programs("moe_shapes")
     monkeypatch.setattr(h200_moe, "_BATCHES", 4)
     monkeypatch.setattr(runner, "IN_GRAPH", 4)
@@ -238,7 +239,7 @@ def test_shapes_are_listed(programs: Programs, capsys: pytest.CaptureFixture[str
 
 
 def test_programs_of_shapes_are_those_of_calls(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that are compiled ahead are those that calls use, as far as these take long to compile."""
+    """Asserts that the programs compiled ahead of time are those programs of the calls that take long to compile."""
     shapes, baselines = programs("moe_shapes"), programs("moe_baselines")
     used: list[Any] = []
 

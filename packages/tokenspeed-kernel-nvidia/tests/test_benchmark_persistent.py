@@ -1,4 +1,4 @@
-"""The benchmark of persistent layers, without a GPU: the emulator runs the kernels of a small model, and nothing is timed."""
+"""Tests the benchmark of persistent layers without a GPU: the emulator runs the kernels of a small model, and nothing is timed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if torch.cuda.is_available():
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     module = importlib.import_module("h200_persistent")
-    # Each call runs once; a layer takes 25 us.
+    # Each call runs once, and is reported to take 25 us.
     monkeypatch.setattr(module, "sample_graph", lambda calls, *_, **__: [calls[0]() or 25.0])
     return module
 
 
 def test_rows(benchmark: Any) -> None:
-    """Variants are checked against the public operators, and a variant that fails does not end the run. A trace has all events."""
+    """Asserts that variants are compared with the public operators, that a failing variant does not end the run, and that a trace
+    has all events."""
     shapes = importlib.import_module("moe_shapes")
     shape = shapes.Shape(shapes.Model("small", 8, 2, 64, 64, gpt_oss=True), 1)
     with sm90_emulator.emulated_sm90(multiprocessors=4, seed=1):

@@ -1,4 +1,4 @@
-"""The compile policy with a real compiler: Triton compiles for sm_90, and kernels run on the emulator."""
+"""Tests the compile policy with a real compiler: Triton compiles for sm_90, and kernels run on the emulator."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_forbid_stops_triton_before_it_compiles(emulated: None, tmp_path: Path) 
     with compile_policy("forbid"), pytest.raises(CompilationForbiddenError, match=message):
         call()
     assert not [*(tmp_path / "triton").rglob("*.json")]
-    call()  # the refused call has left no state behind
+    call()  # the rejected call must have left no state behind
     assert len(compilations(begun)) == 1
 
 
 def test_kernels_of_others_are_left_alone(emulated: None) -> None:
-    """The policy applies only to kernels of packages that register kernels, and to kernels that their launchers launch."""
+    """Asserts that the policy applies only to launches by registered kernels. Other uses of a Triton kernel are not affected."""
     from tokenspeed_kernel.triton.norm.rmsnorm_device import rmsnorm_kernel
 
     call()

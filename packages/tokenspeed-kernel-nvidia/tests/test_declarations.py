@@ -1,4 +1,5 @@
-"""The package's declarations, and tokenspeed-kernel's selection among its kernels. No kernel is launched unless a test says so."""
+"""Tests the package's declarations, and which of its kernels tokenspeed-kernel selects. No kernel is launched unless a test says
+so."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ def test_as_many_new_tokens_as_there_are_rows_for(registered: KernelRegistry, he
 
 
 def _ours(explained: Explanation) -> str:
-    """Returns the name of this package's eligible kernel for a call, or an empty string. Selection may prefer another kernel."""
+    """Returns the name of this package's eligible kernel for a call, or an empty string. Selection may prefer a kernel of another
+    package."""
     names = [v.spec.name for v in explained.verdicts if v.accepted and v.spec.solution == "cutedsl"]
     assert len(names) <= 1
     return "".join(names)
@@ -147,7 +149,7 @@ def _gemm(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "
 
 
 def test_gemms_of_few_rows(registered: KernelRegistry) -> None:
-    """Calls are eligible with up to 16 rows whose sizes are multiples of 16 bytes, with any bias, and with float32 results."""
+    """Asserts that calls are eligible with up to 16 rows of multiples of 16 bytes, with any bias, and with float32 results."""
     for m in (1, 8, 16):
         assert _gemm(m, 72) == "cutedsl_mm_bfloat16"
         assert _gemm(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
@@ -160,7 +162,8 @@ def test_gemms_of_few_rows(registered: KernelRegistry) -> None:
 
 
 def test_gemms_with_few_columns_are_preferred(registered: KernelRegistry) -> None:
-    """The kernel is preferred up to the largest n for which it was measured to be faster than PyTorch at all numbers of rows."""
+    """Asserts that the kernel is preferred up to the largest n for which it was measured to be faster than PyTorch at all numbers
+    of rows."""
     for n, name, preferred in ((QUICK_N, "cutedsl_mm_bfloat16", True), (QUICK_N + 1, "cutedsl_mm_wide_bfloat16", False)):
         a, weight = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (16, n))
         with use_platform(named_platform("sm_90")):
@@ -171,7 +174,7 @@ def test_gemms_with_few_columns_are_preferred(registered: KernelRegistry) -> Non
 
 GEMMS = [
     ("fp8 per tensor", "cutedsl_mm_more_fp8"),
-    ("fp8 per token and channel, bias", ""),  # k = 300
+    ("fp8 per token and channel, bias", ""),  # k = 300 is not a multiple of 16
     ("fp8 per token and tensor, one token", "cutedsl_mm_fp8"),
     ("fp8 per block, one block", "cutedsl_mm_fp8"),
     ("fp8 e5m2 with e4m3fn", ""),
@@ -198,8 +201,8 @@ def test_gemms_with_scales(registered: KernelRegistry, case: str, name: str) -> 
      (1024, 1024, 2048, 0)],
 )  # fmt: skip
 def test_fp8_gemms_of_many_rows(registered: KernelRegistry, kind: str, m: int, k: int, n: int, size: int) -> None:
-    """The kernel is preferred for calls in which it was measured to be faster than the portable kernel, which need not be
-    installed."""
+    """Asserts that the kernel is preferred for calls in which it was measured to be faster than the portable kernel. The portable
+    kernel need not be installed."""
     scales = {"b_scale": "block" if "blocks" in kind else "block1d", "block": 64 if "64" in kind else 128}
     made = fp8(m, k, n, a_scale="block", scales="e8m0" if "e8m0" in kind else "float32", **scales)
     arguments = get_operator("gemm.mm").complete(Case(kind, made).build(torch.device("cpu"), 0))
@@ -214,8 +217,8 @@ def test_fp8_gemms_of_many_rows(registered: KernelRegistry, kind: str, m: int, k
 def test_gemms_with_scaled_weights_are_preferred_for_few_rows(
     registered: KernelRegistry, scale: str, m: int, preferred: bool
 ) -> None:
-    """The kernel is preferred up to the number of rows at which it was measured to be faster than the portable kernel. It is never
-    preferred for block-scaled weights with bfloat16 activations. The portable kernel need not be installed.
+    """Asserts that the kernel is preferred up to the number of rows at which it was measured to be faster than the portable kernel,
+    and never for block-scaled weights with bfloat16 activations. The portable kernel need not be installed.
     """
     made = fp8(m, 64, 48, a_scale="", b_scale=scale, a_dtype=torch.bfloat16)
     arguments = get_operator("gemm.mm").complete(Case(scale, made).build(torch.device("cpu"), 0))
@@ -226,7 +229,8 @@ def test_gemms_with_scaled_weights_are_preferred_for_few_rows(
 
 
 def _planned(platform: str = "sm_90", solution: str | None = "cutedsl", **changed: Any) -> str:
-    """Returns the kernel of a backend for which experts' weights like GPT-OSS's would be prepared, if there is one."""
+    """Plans a layer with sizes and options like GPT-OSS's. Returns the name of the planned kernel, or an empty string if no kernel
+    is eligible."""
     sizes = {"num_experts": 128, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880}
     options = {"weight_format": "mxfp4", **sizes, **GPT_OSS, **changed}
     try:

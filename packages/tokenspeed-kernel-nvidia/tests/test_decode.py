@@ -1,4 +1,4 @@
-"""Decode attention, compared with float32 attention."""
+"""Tests decode attention against float32 attention."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_lengths(sm90: torch.device, kv_lens: list[int]) -> None:
 
 
 def test_a_long_sequence(sm90: torch.device) -> None:
-    """The sequence has more pages than a warp has lanes, and every group of CTAs has a split."""
+    """Tests a sequence with more pages than a warp has lanes, which is split over all groups of CTAs."""
     _run(sm90, [40000], shape=GPT_OSS, sinks=_sinks(64, sm90))
 
 
 @pytest.mark.parametrize("batch", [33, 300, 1000])
 def test_many_sequences(sm90: torch.device, batch: int) -> None:
-    """The batch has more sequences than there are groups of CTAs, and more than a warp handles at once."""
+    """Tests batches with more sequences than groups of CTAs, and more than a warp handles at once."""
     draw = random.Random(batch)
     _run(sm90, [draw.randrange(700) for _ in range(batch)])
 
@@ -91,7 +91,7 @@ def test_many_sequences(sm90: torch.device, batch: int) -> None:
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
 def test_every_program(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    """The batches need split-KV or not, and have little work or much work."""
+    """Tests batches with and without split-KV, and batches with little work and with much work."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 2, 2, head_dim)
     _run(sm90, [70, 2, 200], new, shape, page_size, dtype, sinks=_sinks(shape[0], sm90))
@@ -104,7 +104,7 @@ def test_every_program(sm90: torch.device, rows: int, page_size: int, head_dim: 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 32])
 def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    """There are more sequences than CTAs, with short windows. Each warp then has a KV head."""
+    """Tests more sequences than CTAs, with short windows. The kernel then assigns one KV head to each warp."""
     draw = random.Random(rows)
     new = 4 if rows > 16 else 1
     shape = (rows // new * 4, 4, head_dim)
@@ -116,7 +116,7 @@ def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, page_size: int,
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("rows", [2, 8, 16, 20, 64])
 def test_other_widths(sm90: torch.device, rows: int, page_size: int, widths: tuple[int, int]) -> None:
-    """The batches need split-KV or not. Values may be narrower than keys."""
+    """Tests batches with and without split-KV, also with values that are narrower than keys."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 2, 2, widths[0])
     _run(sm90, [70, 2, 200], new, shape, page_size, v_head_dim=widths[1], sinks=_sinks(shape[0], sm90))
@@ -127,7 +127,8 @@ def test_other_widths(sm90: torch.device, rows: int, page_size: int, widths: tup
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
 def test_pages_of_one_token(sm90: torch.device, rows: int, head_dim: int) -> None:
-    """The kernel gathers single rows of the cache: of split and unsplit sequences, and of many sequences with short windows."""
+    """Tests pages of one token, where the kernel gathers single rows of the cache: split and unsplit sequences, and many sequences
+    with short windows."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 4, 4, head_dim)
     _run(sm90, [70, 2, 200], new, shape, 1, sinks=_sinks(shape[0], sm90))
@@ -144,7 +145,7 @@ def test_freed_pages_of_one_token(sm90: torch.device) -> None:
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("logit_cap", [0.5, 5.0, 50.0])
 def test_capped_scores(sm90: torch.device, logit_cap: float, page_size: int) -> None:
-    """Some scores are near the cap, and others far below it."""
+    """Tests caps that some scores are near, and that others are far below."""
     options: dict[str, Any] = {"logit_cap": logit_cap, "softmax_scale": 0.4, "sinks": _sinks(64, sm90)}
     _run(sm90, [700, 65, 0, 3000], 1, GPT_OSS, page_size, **options)
     _run(sm90, [700, 65, 0, 3000], 2, GPT_OSS, page_size, window_left=127, **options)
@@ -153,7 +154,7 @@ def test_capped_scores(sm90: torch.device, logit_cap: float, page_size: int) -> 
 
 @pytest.mark.parametrize("new", [2, 3, 4, 8])
 def test_several_new_tokens(sm90: torch.device, new: int) -> None:
-    """Some sequences have more new tokens than tokens in the cache."""
+    """Tests several new tokens for each sequence. Some sequences have fewer tokens in the cache than new tokens."""
     _run(sm90, [1, 20, 400, 0, 64, 3000, 2, 5], new, GPT_OSS, sinks=_sinks(64, sm90))
     _run(sm90, [1, 20, 400, 0, 64, 3000, 2, 5], new, GPT_OSS, window_left=100)
 
@@ -185,12 +186,12 @@ def test_sinks(sm90: torch.device, dtype: torch.dtype) -> None:
 
 
 def test_large_sinks(sm90: torch.device) -> None:
-    """If a sink is far above all scores, it gets all of the softmax's weight, and nothing overflows."""
+    """Asserts that nothing overflows if a sink is far above all scores. The sink then gets all of the softmax's weight."""
     _run(sm90, [70, 800], sinks=_sinks(16, sm90) + 200)
 
 
 def test_scores_that_rise(sm90: torch.device) -> None:
-    """Row maxima grow along the sequence, slowly or fast, so that accumulators are sometimes rescaled."""
+    """Tests row maxima that grow along the sequence, slowly or fast. Accumulators are then rescaled."""
     case = _case(sm90, [3000, 900])
     for factor in (1e-4, 1e-2):
         rising = oracle.Paged(**{**vars(case), "k_cache": case.k_cache.clone()})
@@ -202,7 +203,7 @@ def test_scores_that_rise(sm90: torch.device) -> None:
 
 
 def test_a_bound_that_is_far_off(sm90: torch.device) -> None:
-    """The page table and max_seqlen_k have room for far longer sequences, as in a server."""
+    """Tests a page table and a max_seqlen_k for far longer sequences than those of the batch, as in a server."""
     case = _case(sm90, [100, 3000, 17])
     table = torch.full((3, 4096), 2**31 - 1, dtype=torch.int32, device=sm90)
     table[:, : case.page_table.shape[1]] = case.page_table
@@ -211,7 +212,7 @@ def test_a_bound_that_is_far_off(sm90: torch.device) -> None:
 
 
 def test_other_strides(sm90: torch.device) -> None:
-    """Keys and values are in one cache tensor. q, out, page table and lengths are slices."""
+    """Tests keys and values in one cache tensor, and q, out, page table and lengths that are slices."""
     case = _case(sm90, [700, 9])
     both = torch.stack([case.k_cache, case.v_cache], 2)
     q = torch.cat([case.q, case.q], 1)[:, :16]
@@ -236,7 +237,7 @@ def test_pages_that_sequences_share(sm90: torch.device) -> None:
 
 
 def test_the_same_again(sm90: torch.device) -> None:
-    """Splits are merged in a fixed order, so results are bitwise the same from call to call."""
+    """Asserts that repeated calls give bitwise equal results. Splits are merged in a fixed order."""
     case = _case(sm90, [5000, 40, 9000], shape=GPT_OSS)
     first = _launch(case)
     for _ in range(20):
@@ -245,7 +246,7 @@ def test_the_same_again(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("new", [1, 4])
 def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
-    """The graph does not capture lengths, and a replay leaves no state for the next replay."""
+    """Asserts that replays of a graph use the current lengths, and that a replay leaves no state for the next replay."""
     case = _case(sm90, [6000] * 8, new, GPT_OSS)
     lengths = case.cache_seqlens
     sinks = _sinks(64, sm90)
@@ -274,8 +275,8 @@ def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
 def test_results_of_the_preceding_kernel_are_visible(
     sm90: torch.device, monkeypatch: pytest.MonkeyPatch, window_left: int, many: int
 ) -> None:
-    """Kernels overlap (PDL). The result of each call is the queries of the next call, and lengths and pages change right before a
-    call."""
+    """Tests kernels that overlap (PDL). The result of each call is the queries of the next call. Lengths and pages change right
+    before a call."""
     monkeypatch.setattr(decode, "MANY", many)
     options = Options(window_left=window_left)
     case = _case(sm90, [3000, 1, 700, 65], shape=GPT_OSS)
@@ -296,7 +297,7 @@ def test_results_of_the_preceding_kernel_are_visible(
         mha_decode_with_kvcache(q, *caches, window_left=window_left, out=out)
         again = mha_decode_with_kvcache(out, *caches, window_left=window_left)
         steps.append((q, out, again))
-        q = (again.float() * 30).bfloat16()  # near zero after a few steps, else
+        q = (again.float() * 30).bfloat16()  # without this factor, queries would be near zero after a few steps
     for step, (asked, out, again) in enumerate(steps):
         now = oracle.Paged(**{**vars(case), "q": asked, "page_table": tables[step % 2], "kv_lens": lens[step % 2]})
         oracle.check(out, now.wanted(options))
@@ -304,7 +305,7 @@ def test_results_of_the_preceding_kernel_are_visible(
 
 
 def test_two_graphs_at_once(sm90: torch.device) -> None:
-    """Both graphs are captured on PyTorch's capture stream, and replayed repeatedly on two other streams, beside calls without a
+    """Captures two graphs on PyTorch's capture stream, and replays them many times on two other streams, beside calls without a
     graph."""
     cases = [_case(sm90, kv_lens, shape=GPT_OSS) for kv_lens in ([20000, 300], [7000] * 4, [9000, 50, 4000])]
     wanted = [case.wanted(Options()) for case in cases]
@@ -327,7 +328,7 @@ def test_two_graphs_at_once(sm90: torch.device) -> None:
 
 
 def test_two_streams(sm90: torch.device) -> None:
-    """Calls on two streams overlap, and use separate memory for partial results."""
+    """Tests calls on two streams that overlap. Each stream must have separate memory for partial results."""
     cases = [_case(sm90, kv_lens, shape=GPT_OSS) for kv_lens in ([20000, 300], [7000] * 4)]
     streams = [torch.cuda.Stream(sm90) for _ in cases]
     wanted = [case.wanted(Options()) for case in cases]
@@ -362,7 +363,7 @@ def test_random_calls(sm90: torch.device) -> None:
 
 
 def test_configurations() -> None:
-    """Every configuration has a ring buffer of several tiles."""
+    """Asserts that every configuration has a ring buffer of at least three stages."""
     every = decode.every_config()
     assert len(set(every)) == len(every)
     for config in every:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("cutlass")
 pytest.importorskip("sm90_emulator")
-if torch.cuda.is_available():  # other tests of this process may launch programs on a GPU
+if torch.cuda.is_available():  # other tests in this process may launch programs on a GPU
     pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process", allow_module_level=True)
 
 import tokenspeed_kernel  # noqa: F401  - registers the kernels
@@ -56,24 +56,25 @@ ELIGIBLE = list(eligible())
 
 
 def test_each_kernel_is_eligible_for_some_case() -> None:
-    """The exceptions are GEMMs with dtypes and numbers of rows that no small case has; `test_mm_ptx` executes their programs."""
+    """Asserts that each kernel is eligible for a small case, except for GEMMs whose dtypes and numbers of rows no small case has.
+    `test_mm_ptx` executes the programs of these GEMMs."""
     left = {spec.name for spec in KERNELS} - {spec.name for spec, _ in ELIGIBLE}
     assert {get_operator(KernelRegistry.get().get_by_name(name).operator).mode for name in left} == {"mm"}
 
 
-# Prefill and extend kernels that differ from the always tested kernels in head dims and caps only. Their programs take long to
-# compile.
+# Prefill and extend kernels that differ only in head dims and logit caps from kernels that are always tested. Their programs take
+# long to compile.
 WIDTHS = re.compile(
     r"cutedsl_mla_prefill\w*|cutedsl_mha_(prefill|extend_with_kvcache)_(capped_64|capped_128|((fp8|not_causal)_)?(192_128|256|96|80))"
 )
-# Kernels among these that always run. In the first one, the warpgroups have different queries. The second one has fewer columns
-# than shared memory holds. The third one uses fp8.
+# Three of these kernels are always tested. In the first, the warpgroups have different queries. The head_dim of the second is
+# smaller than the width of its tiles in shared memory. The third uses fp8.
 SOME = ("cutedsl_mha_prefill_192_128", "cutedsl_mha_extend_with_kvcache_80", "cutedsl_mla_prefill_fp8")
 
 
 def _parameters() -> list[Any]:
-    """Returns the parameters of the next test. The selected kernel of a case always runs. Tests of other kernels are marked
-    slow."""
+    """Returns the parameters of the next test. The kernel that would be selected for a case always runs. Tests of other kernels are
+    marked slow."""
     best: dict[tuple[str, str], int] = {}
     for spec, case in ELIGIBLE:
         best[spec.operator, case.name] = max(best.get((spec.operator, case.name), 0), spec.priority)
@@ -87,7 +88,7 @@ def _parameters() -> list[Any]:
 
 @pytest.mark.parametrize(("spec", "case"), _parameters())
 def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> None:
-    """Each case runs once in order, and once with warps, copies and wgmmas at random times."""
+    """Runs each case twice: with warps in order, and with warps, copies and wgmmas at random times."""
     for seed in (0, 1):
         with emulated_sm90(seed=seed):
             result = verify_case(spec, case)
@@ -103,7 +104,7 @@ def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> Non
     ],
 )
 def test_late_copies_and_wgmmas(kernel: str, name: str) -> None:
-    """If copies and wgmmas complete as late as possible, the results stay correct."""
+    """Asserts that results are correct if copies and wgmmas complete as late as possible."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
     with emulated_sm90(copies="late") as emulator:
@@ -122,7 +123,8 @@ def test_late_copies_and_wgmmas(kernel: str, name: str) -> None:
     ],
 )
 def test_windows_beyond_every_sequence(kernel: str, name: str, window_left: int) -> None:
-    """Tests that two windows do not overflow: the largest one that kernels receive, and the largest 32-bit one of a caller."""
+    """Tests that two values of window_left do not overflow: the largest that kernels receive, and the largest 32-bit integer of a
+    caller."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
     assert isinstance(case.make, Recipe)
@@ -133,7 +135,8 @@ def test_windows_beyond_every_sequence(kernel: str, name: str, window_left: int)
 
 
 def test_slots_out_of_range_name_nothing() -> None:
-    """The slots are out of range, but the low 32 bits of some of them are valid slots of the cache."""
+    """Asserts that tokens with these negative slots are not written. The low 32 bits of some of the slots are valid slots of the
+    cache."""
     spec, case = next((spec, case) for spec, case in ELIGIBLE if spec.mode == "rmsnorm_qkv_rope" and "slot_mapping" in case.build())
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -148,8 +151,7 @@ def test_slots_out_of_range_name_nothing() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator's small cases have so few keys that KV heads are processed one by one. This call counts as a large amount of
-    work."""
+    """Runs a call that counts as much work. The operator's small cases have so few keys that KV heads are processed one by one."""
     monkeypatch.setattr(decode, "LITTLE", 0)
     monkeypatch.setattr(decode, "WHOLE", 64)
     config = decode.config_of("bfloat16", (head_dim, head_dim), 64, 8, "much", fp8=True, close=True)
@@ -169,8 +171,9 @@ def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_fp8_weights_of_scores_that_grow() -> None:
-    """Keys are processed from last to first. The first 128 keys of a sequence have larger scores: slightly larger in one sequence,
-    far larger in another. Then row sums are too large for e4m3, and the kernel raises the shift of the exponents.
+    """Tests scores that grow. Keys are processed from last to first. The first 128 keys of a sequence have larger scores: slightly
+    larger in one sequence, far larger in another. The softmax weights of these keys would be too large for e4m3, so the kernel
+    raises the shift of the exponents.
     """
     lengths = [200, 190, 260]
     q, k, v = oracle.ragged(lengths, 4, 1, 64, torch.float32, torch.device("cpu"))
@@ -186,7 +189,8 @@ def test_fp8_weights_of_scores_that_grow() -> None:
 
 @pytest.mark.parametrize("size", [1e-6, 3e5])
 def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
-    """The kernel scales queries by a power of 2 into float16's range. Rows of the next sequence do not affect this power."""
+    """Tests very small and very large queries. The kernel scales queries by a power of 2 into float16's range. Rows of the next
+    sequence must not affect this power."""
     made = oracle.paged([9, 3], [40, 150], 4, 4, 64, 16, torch.float32, torch.device("cpu"))
     sizes = torch.tensor([size] * 9 + [size * 1e20] * 3).view(-1, 1, 1)
     case = replace(made, q=(made.q * sizes).bfloat16(), **{x: getattr(made, x).to(torch.float8_e4m3fn) for x in CACHES})
@@ -203,7 +207,7 @@ def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
 
 
 def test_experts_beyond_float16() -> None:
-    """Activations and results of top-k slots exceed float16's range."""
+    """Tests activations and results of top-k slots that exceed float16's range."""
     layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, dtype=torch.float16)
     x, weights, ids = layer.wide_tokens(5)
     with emulated_sm90(seed=1):
@@ -212,8 +216,8 @@ def test_experts_beyond_float16() -> None:
 
 
 def test_experts_that_must_be_exact() -> None:
-    """The plan requests exact activations. Without this option, so few pairs would use the streaming kernel, which splits
-    elements."""
+    """Tests a plan that requests exact activations. Without this option, a call with so few pairs would use the streaming kernel,
+    which splits elements."""
     layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, exact_activations=True)
     x, weights, ids = layer.outlier_tokens(5, 2.0**100)
     with emulated_sm90(seed=1):
@@ -222,7 +226,7 @@ def test_experts_that_must_be_exact() -> None:
 
 
 def test_experts_with_split_elements() -> None:
-    """The operator's small cases have so few pairs that they use the streaming kernel. This test calls the grouped kernel. k has an
+    """Calls the grouped kernel, because the operator's small cases have so few pairs that they use the streaming kernel. k has an
     odd number of blocks, and calls may overlap.
     """
     layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, **GPT_OSS)
@@ -238,7 +242,7 @@ def test_experts_with_split_elements() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [None, FEW_ROUNDED_COLUMNS])
 def test_experts_with_fp8_activations(columns: int | None) -> None:
-    """The grouped kernel with fp8 activations, which the operator's small cases do not use. Calls may overlap."""
+    """Calls the grouped kernel with fp8 activations, which the operator's small cases do not use. Calls may overlap."""
     layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, activation_dtype="fp8", **GPT_OSS)
     layer.spread_scales([1])
     x, weights, ids = layer.tokens(9)
@@ -250,7 +254,7 @@ def test_experts_with_fp8_activations(columns: int | None) -> None:
 
 
 def test_experts_with_split_elements_beside_outliers() -> None:
-    """Two tokens and the activations of one expert have outliers. The outliers' weights are zero."""
+    """Tests outliers in two tokens, and in the activations of one expert. The weights of the outliers are zero."""
     layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, bias=True)
     assert layer.given.w13_weight_bias is not None
     layer.given.w13_weight_bias[1, [0, 160]] = 2.0**15

@@ -1,4 +1,4 @@
-"""Portable kernels in the form that Triton compiles for Hopper, with cp.async, TMA and wgmma."""
+"""Tests portable kernels as Triton compiles them for Hopper, with cp.async, TMA and wgmma."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 pytest.importorskip("sm90_emulator")
-if torch.cuda.is_available():  # other tests of this process may launch programs on a GPU
+if torch.cuda.is_available():  # other tests in this process may launch programs on a GPU
     pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process", allow_module_level=True)
 
 import tokenspeed_kernel  # noqa: F401  - registers the kernels
@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 
 
 def _launches(kernel: str, name: str, layout: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> list[LaunchReport]:
-    """Returns the launches of a kernel for a case of its operator. Copies, MMAs and warps progress at random times."""
+    """Verifies a kernel on a case of its operator, and returns the launches. Copies, MMAs and warps progress at random times."""
     spec = KernelRegistry.get().get_by_name(kernel)
     op = get_operator(spec.mode)
     (case,) = (case for case in op.all_cases() if case.name == name)
@@ -62,7 +62,8 @@ def test_tensor_descriptors_bring_tiles() -> None:
 
 
 def test_an_fp8_cache_whose_elements_are_not_adjacent() -> None:
-    """The rows of such a cache are loaded one element at a time, with a mask if head_dim is no power of two."""
+    """Tests a cache of every second element of a tensor. The kernel loads its rows one element at a time, with a mask if head_dim
+    is not a power of two."""
     every_second = LAYOUTS["every second element"]
     assert _launches("triton_mha_decode_with_kvcache", "head_dim 80, fp8 cache, logit cap 5", every_second)
 
@@ -83,7 +84,8 @@ def test_a_kernel_without_mma_agrees_with_the_reference_in_any_order(operator: s
 
 @pytest.mark.parametrize("kernel", ["triton_rmsnorm_moe_topk", "triton_rmsnorm_qkv_rope_32"])
 def test_rows_shorter_than_a_cache_line_are_prefetched(kernel: str) -> None:
-    """Only Hopper and later architectures prefetch, so the interpreter and other GPUs never compile this code."""
+    """Runs code that prefetches, which exists only for Hopper and later architectures. The interpreter and other GPUs never compile
+    this code."""
     assert _launches(kernel, "a row shorter than a cache line")
 
 

@@ -1,5 +1,5 @@
-"""Every kind of MoE layer. Some layers are supported by this package, and run if there is a device. Other calls fall back to the
-portable kernel. The rest is supported by no kernel.
+"""Tests every kind of MoE layer. This package supports some layers, which run if there is a device. The portable kernel runs
+others. No kernel supports the rest.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_ids_below_zero_and_any_number_of_tokens(tokens: int) -> None:
 
 
 class PublicLayer(RandomLayer):
-    """A layer for a user who has installed this package without tokenspeed-kernel."""
+    """A layer that is planned, prepared and run with this package's functions alone, without tokenspeed-kernel."""
 
     def prepare(self) -> None:
         decided = ("activation", "kernel", "weight_layout")
@@ -145,7 +145,7 @@ def test_it_is_exact_where_it_must_be(sm90: torch.device, tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 60, 600, 4000])
 def test_small_elements_beside_outliers(sm90: torch.device, tokens: int, dtype: torch.dtype) -> None:
-    """Every third token and the activations of half of the experts have outliers. The outliers' weights are zero."""
+    """Tests outliers in every third token, and in the activations of half of the experts. The weights of the outliers are zero."""
     layer = _public(sm90, num_experts=64, top_k=4, bias=True, dtype=dtype)
     assert layer.given.w13_weight_bias is not None
     layer.given.w13_weight_bias[:32, [0, 96]] = 2.0**11
@@ -167,9 +167,9 @@ def test_activations_beyond_float16(sm90: torch.device, tokens: int) -> None:
 
 @pytest.mark.parametrize("changes", SUPPORTED, ids=str)
 def test_it_is_right(sm90: torch.device, changes: dict[str, Any]) -> None:
-    """Layers are called with few and with many tokens, with skipped slots, and with experts that have no tokens."""
+    """Tests calls with few and with many tokens, with skipped slots, and with experts that have no tokens."""
     layer = _public(sm90, **changes)
-    for tokens in (1, 5, MAX_PAIRS // layer.plan.top_k + 3):  # the last number is too large for the streaming kernel
+    for tokens in (1, 5, MAX_PAIRS // layer.plan.top_k + 3):  # the last number of tokens is too large for the streaming kernel
         x, weights, ids = layer.tokens(tokens)
         layer.check(x, weights, ids)
         ids[ids % 3 == 1] = -1
@@ -179,7 +179,7 @@ def test_it_is_right(sm90: torch.device, changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_fp8_activations_of_any_number_of_tokens(sm90: torch.device, dtype: torch.dtype) -> None:
-    """The numbers use the streaming kernel, then 16-bit MMAs, then fp8 MMAs."""
+    """With these numbers of tokens, the layer uses the streaming kernel, then 16-bit MMAs, then fp8 MMAs."""
     layer = _public(sm90, hidden_size=192, activation_dtype="fp8", dtype=dtype, bias=True)
     for tokens in (1, 5, 32, 33, MAX_PAIRS):
         x, weights, ids = layer.tokens(tokens)

@@ -1,9 +1,9 @@
-"""The adapters to FlashInfer: FlashInfer's signatures, and the arguments that the adapters pass.
+"""Tests the adapters to FlashInfer: FlashInfer's signatures, and the arguments that the adapters pass.
 
 The tests use stand-in modules for FlashInfer. The stand-ins' functions have the real functions' signatures, and compute the
 documented results in PyTorch on a CPU. If FlashInfer's source shows that a real function violates the operator's contract, the
-stand-in does so too, or raises an error. So an adapter may declare every case that passes. The last test is for a GPU with the real
-FlashInfer.
+stand-in does so too, or raises an error. So an adapter may declare support for every case that passes. The last test is for a GPU
+with the real FlashInfer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ SIGNATURES = {
         "use_fp16_softmax=None, uses_spcompress=None, skip_all_rows_active_check=True)"
     ),
 }
-# Conventions and units that the adapters rely on: the source file, and the text in this file that states the convention.
+# Conventions and units that the adapters rely on: a source file of FlashInfer, and the text in this file that states the
+# convention.
 FACTS = {
     "the generated kernels see window_left tokens and the token itself": (
         "flashinfer/data/csrc/trtllm_fmha_kernel_launcher.cu",
@@ -362,7 +363,7 @@ def test_kernels_rank_between_our_own_and_the_portable_ones_and_xqa_on_hopper_be
 
 
 def _cases(mode: str) -> list[Case]:
-    """Returns cases with pages of 64 tokens and wide heads, because the operators' own cases have few of them."""
+    """Returns cases with pages of 64 tokens and wide heads, of which the operators' own cases have few."""
     if mode == "mha_prefill":
         return [
             Case(f"{width} {options}", ragged([1, 90, 0, 7, 0], 8, 2, width, v_width, **options))
@@ -388,7 +389,8 @@ def _cases(mode: str) -> list[Case]:
 
 
 def _finite(case: Case) -> Case:
-    """Returns the case with zeros in slots that hold no token, because kernels read page 0 instead of freed pages."""
+    """Returns the case with zeros in slots that hold no token. FlashInfer's kernels read page 0 instead of freed pages, so it must
+    not hold NaN."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = case.make(draw)
@@ -401,7 +403,7 @@ def _finite(case: Case) -> Case:
 @pytest.mark.usefixtures("flashinfer")
 @pytest.mark.parametrize("mode", ["mha_prefill", "mha_decode_with_kvcache"])
 def test_results(specs: dict[str, KernelSpec], mode: str) -> None:
-    """Cache slots that hold no token are NaN."""
+    """Verifies the adapters' kernels on cases in which cache slots without a token hold NaN."""
     small = (case for case in get_operator(mode).all_cases() if not case.large)
     for case in (*_cases(mode), *(_finite(case) if "freed" in case.name else case for case in small)):
         results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
@@ -433,7 +435,8 @@ def test_the_stand_in_shows_why_extending_is_not_chosen() -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 def test_other_strides() -> None:
-    """q is a slice. The caches are views of one tensor. The page table is column-major. out is a slice or transposed."""
+    """Tests a q that is a slice, caches that are views of one tensor, a column-major page table, and an out that is a slice or
+    transposed."""
     from tokenspeed_kernel_nvidia.flashinfer.decode_device import mha_decode_with_kvcache
 
     arguments = _decode_arguments()
@@ -485,7 +488,7 @@ def test_nothing_is_read_from_the_device_where_the_host_knows_the_lengths(monkey
 
 @pytest.fixture
 def pretended_streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Fakes the current CUDA stream on a CPU, and whether the stream is being captured."""
+    """Fakes the current CUDA stream on a CPU, and its capture state. Returns the dict that sets both."""
     state: dict[str, Any] = {"stream": 7, "capturing": False}
     keeper = Keeper(1 << 15, capturing=lambda: state["capturing"], wait=lambda device: None)
     monkeypatch.setattr(_memory, "_keeper", keeper)

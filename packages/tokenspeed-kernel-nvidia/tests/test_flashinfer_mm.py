@@ -1,4 +1,4 @@
-"""The adapter to FlashInfer's block-scaled GEMMs: FlashInfer's signatures and conventions, and the arguments that the adapter
+"""Tests the adapter to FlashInfer's block-scaled GEMMs: FlashInfer's signatures and conventions, and the arguments that the adapter
 passes.
 
 As in ``test_flashinfer``, a stand-in computes the documented results in PyTorch on a CPU, and rejects calls that the real functions
@@ -38,7 +38,8 @@ SIGNATURES = {
 }
 _BASE, _WEIGHTS = "flashinfer/gemm/gemm_base.py", "flashinfer/gemm/gemm_bf16_fp4.py"
 _CSRC = "flashinfer/data/csrc"
-# Layouts and sizes that the adapter relies on: the source file, and the text in this file that states them.
+# Layouts and sizes that the adapter relies on: a source file of FlashInfer, and the text in this file that states the layout or
+# size.
 FACTS = {
     "CUTLASS's fp4 turns weights and their scales back": (
         _BASE,
@@ -87,7 +88,7 @@ def test_conventions_are_those_of_the_source(source: Callable[[str], str], fact:
 
 
 def _scales(flat: Tensor, rows: int, columns: int) -> Tensor:
-    """Reads the scales like the kernels: row i and column j are at their offset in CUTLASS's scale layout."""
+    """Reads the scales as the kernels do: the scale of row i and column j is at its offset in CUTLASS's scale layout."""
     i, j = torch.arange(rows)[:, None], torch.arange(columns)
     across = -(-columns // 4)
     at = ((i // 128) * across + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4
@@ -246,7 +247,7 @@ def test_results(specs: dict[str, KernelSpec], case: Case) -> None:
 @pytest.mark.usefixtures("flashinfer")
 @pytest.mark.parametrize("out_dtype", [None, torch.float16])
 def test_weights_with_scales_in_tiles(specs: dict[str, KernelSpec], out_dtype: torch.dtype | None) -> None:
-    """Tests selection for workstation Blackwell, whose compute capability differs from the stand-in's."""
+    """Tests the kernel for workstation Blackwell (sm_120), whose compute capability differs from the stand-in's."""
     case = Case("a case", micro(5, 80, 130, a="dense", b="nvfp4", layout="128x4", out_dtype=out_dtype))
     arguments = get_operator("mm").complete(case.build())
     got = KernelRegistry.get().get_impl(specs["flashinfer_mm_nvfp4_weights_sm120"].name)(*arguments.values())

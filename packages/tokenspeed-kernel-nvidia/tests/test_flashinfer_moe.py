@@ -1,7 +1,8 @@
-"""The adapter to FlashInfer's MoE: FlashInfer's signatures, the weights, and the arguments that the adapter passes.
+"""Tests the adapter to FlashInfer's MoE: FlashInfer's signatures, the weights, and the arguments that the adapter passes.
 
 As in ``test_flashinfer``, a stand-in computes the documented results in PyTorch on a CPU, and rejects calls that the real functions
-reject. The stand-in receives weights from the real preprocessors' stand-ins, and inverts the same steps as the real kernels.
+reject. The stand-in of the kernels receives weights from the stand-ins of the preprocessors, and inverts the same steps as the real
+kernels.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ SIGNATURES = {
 }
 _KERNELS = "flashinfer/data/csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh"
 _BINDING = "flashinfer/data/csrc/fused_moe/cutlass_backend/flashinfer_cutlass_fused_moe_binding.cu"
-# Conventions and units that the adapter relies on: the source file, and the text in this file that states the convention.
+# Conventions and units that the adapter relies on: a source file of FlashInfer, and the text in this file that states the
+# convention.
 FACTS = {
     "ups come before gates": ("flashinfer/fused_moe/prepare.py", "in semantic ``[up, gate]`` order"),
     "the activation": (_KERNELS, "return gate_clamped * fn(gate_clamped * alpha) * (linear_clamped + beta);"),
@@ -113,7 +115,8 @@ class _ActivationType(enum.Enum):
 
 @with_signature(SIGNATURES["prepare.interleave_moe_weights_for_sm90_mixed_gemm"], "weight quant_type")
 def _interleaved_codes(given: dict[str, Any]) -> Tensor:
-    """The two real functions agree on an internal order of bytes. This stand-in reverses the bytes."""
+    """Interleaves weights. The real preprocessor and the real kernel share an internal order of bytes. As a stand-in for this
+    order, this function reverses the bytes."""
     weight = given["weight"]
     assert (weight.dtype, weight.dim(), given["quant_type"]) == (torch.uint8, 3, "fp4")
     return weight.contiguous().flip(-1)
@@ -121,7 +124,7 @@ def _interleaved_codes(given: dict[str, Any]) -> Tensor:
 
 @with_signature(SIGNATURES["prepare.interleave_moe_scales_for_sm90_mixed_gemm"], "scales")
 def _interleaved_scales(given: dict[str, Any]) -> Tensor:
-    """Reorders scales: a block of 64 x 128 becomes ``[16, 16]``."""
+    """Reorders scales: the scales of a block of 64 x 128 weights become ``[16, 16]``."""
     scales = given["scales"]
     experts, rows, groups = scales.shape
     assert (scales.dtype, rows % 64, groups % 4) == (torch.uint8, 0, 0)
@@ -136,7 +139,7 @@ def _folded_back(scales: Tensor) -> Tensor:
 
 
 def _decoded(given: dict[str, Any], index: int) -> Tensor:
-    """Returns the float32 weights of one GEMM."""
+    """Dequantises the weights of one GEMM to float32."""
     weight, scales = given[f"fc{index + 1}_expert_weights"], given["quant_scales"]
     assert weight.is_contiguous()
     assert not (given["use_w4_group_scaling"] and given["use_deepseek_fp8_block_scale"])
@@ -157,7 +160,7 @@ def _decoded(given: dict[str, Any], index: int) -> Tensor:
 
 
 def _rounded(values: Tensor, given: dict[str, Any]) -> Tensor:
-    """Quantises activations like the kernels for fp8 blocks, with one scale for every 128 features."""
+    """Rounds activations as the kernels for fp8 blocks do, with one scale for every 128 features."""
     if not given["use_deepseek_fp8_block_scale"]:
         return values
     blocks = values.unflatten(-1, (-1, 128))
@@ -221,7 +224,7 @@ def test_these_are_declared_below_the_portable_ones(specs: dict[str, KernelSpec]
 
 
 def _recipe(**changes: Any) -> Recipe:
-    """Returns the recipe of a layer without options, except for the given options."""
+    """Returns the recipe of a layer whose options have default values, except for the given options."""
     (case,) = (case for case in moe_apply.operator.all_cases() if case.name == "mxfp4, gpt-oss options")
     assert isinstance(case.make, Recipe)
     plain = dict.fromkeys(("w13_interleaved", "bias", "alpha", "limit", "beta", "weight_format"), DEFAULT)
@@ -297,7 +300,8 @@ def test_results(specs: dict[str, KernelSpec]) -> None:
 
 @pytest.mark.usefixtures("flashinfer", "specs")
 def test_fp8_blocks_run_if_requested_by_name() -> None:
-    """The results are near the operator's results. They are not equal, because the activation scales differ."""
+    """Asserts that the results are near the operator's results. They are not equal, because the kernel's activation scales
+    differ."""
     recipe = _recipe(tokens=6, hidden=256, intermediate=128, weight_format="fp8_block", activation_dtype="fp8")
     arguments = recipe(Draw(torch.device("cpu"), 0))
     name = "flashinfer_moe_apply_fp8_blocks_sm90"

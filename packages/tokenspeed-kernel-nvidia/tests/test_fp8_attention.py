@@ -1,4 +1,4 @@
-"""Attention of fp8 operands, compared with float32 attention of the dequantised operands."""
+"""Tests attention of fp8 operands against float32 attention of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ mla_prefill = as_operator(launcher_of_mla_prefill)
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
-# Softmax weights that are rounded to e4m3 have an rms error of 2.6%, and so has a sum over many keys. Rows with few keys may have a
-# larger error.
+# Softmax weights that are rounded to e4m3 have an rms error of 2.6%. The results of rows with many keys have about this error, and
+# rows with few keys may have a larger error.
 ROUGH: dict[str, Any] = {"tolerance": 0.04, "row_tolerance": 0.15}
 
 
@@ -43,7 +43,7 @@ def _scale(device: torch.device, kv_heads: int, seed: int) -> Tensor:
 
 
 def _wide(x: Tensor, scale: Tensor) -> Tensor:
-    """Returns the dequantised values. There may be more query heads than scales."""
+    """Dequantises ``x``. There may be more query heads than scales."""
     factors = scale.reshape(-1).repeat_interleave(x.shape[-2] // scale.numel())
     return x.float() * factors.view(-1, 1)
 
@@ -164,7 +164,7 @@ def _decode(
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
 def test_every_program_of_decode(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    """The batches need split-KV or not, and have little work or much work."""
+    """Tests batches with and without split-KV, and batches with little work and with much work."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 2, 2, head_dim)
     sinks = torch.linspace(-2.0, 3.0, shape[0], device=sm90)
@@ -188,7 +188,8 @@ def test_other_widths_and_pages_of_one_token(sm90: torch.device, rows: int, page
 @pytest.mark.parametrize("kv_heads", [2, 3, 8])
 @pytest.mark.parametrize("options", [{}, {"logit_cap": 4.0}, {"window_left": 700}], ids=str)
 def test_two_key_heads_abreast(sm90: torch.device, options: dict[str, Any], kv_heads: int, new: int) -> None:
-    """Two KV heads are processed at once if their number is even and the heads are adjacent in the cache."""
+    """Tests even and odd numbers of KV heads. The kernel processes two KV heads at once if the number is even and the heads are
+    adjacent in the cache."""
     sinks = torch.linspace(-2.0, 3.0, 4 * kv_heads, device=sm90)
     for kv_lens in ([700, 3, 0, 1300, 64, 65, 5000], [9000], [300] * 200):
         for page_size in (16, 64):
@@ -198,13 +199,13 @@ def test_two_key_heads_abreast(sm90: torch.device, options: dict[str, Any], kv_h
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("rows", [1, 8, 16, 32])
 def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, head_dim: int) -> None:
-    """There are more sequences than CTAs, with short windows. Each warp then has a KV head."""
+    """Tests more sequences than CTAs, with short windows. The kernel then assigns one KV head to each warp."""
     _decode(sm90, [1000, 0, 70, 1, 300] * 80, 1, (4 * rows, 4, head_dim), 64, window_left=100)
 
 
 @pytest.mark.parametrize("queries", [0.0, 1e-20, 1e-3, 1e3])
 def test_queries_of_any_size(sm90: torch.device, queries: float) -> None:
-    """bfloat16 queries are scaled into float16's range."""
+    """Tests bfloat16 queries of any magnitude. The kernel scales them into float16's range."""
     _decode(sm90, [300, 65, 0], queries=queries)
 
 
@@ -259,7 +260,7 @@ def test_extensions_of_other_widths(sm90: torch.device, widths: tuple[int, int],
 @pytest.mark.parametrize("seen", [{"is_causal": True}, {"is_causal": False}, {"is_causal": True, "window_left": 60}], ids=str)
 @pytest.mark.parametrize("heads", [1, 5])
 def test_latent_attention_to_others(sm90: torch.device, heads: int, seen: dict[str, Any]) -> None:
-    """The output is newly allocated and narrower than the queries."""
+    """Tests a newly allocated output that is narrower than the queries."""
     q_lens, kv_lens = [5, 33, 2, 7, 300], [70, 33, 1, 0, 900]
     q, k, v = (x.to(E4M3) for x in oracle.ragged([sum(kv_lens)], heads, heads, 192, torch.float32, sm90))
     q, v = q[: sum(q_lens)], v[..., :128].contiguous()
@@ -276,7 +277,7 @@ def test_latent_attention_to_others(sm90: torch.device, heads: int, seen: dict[s
 @pytest.mark.parametrize("shape", [(64, 8, 64), (32, 8, 128), (6, 3, 64), (16, 1, 128)], ids=str)
 @pytest.mark.parametrize("q_dtype", [BF16, FP16, E4M3], ids=str)
 def test_extensions(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, is_causal: bool) -> None:
-    """Sequences end near the ends of blocks and pages. The cache holds NaN past the sequences' ends."""
+    """Tests sequences that end near the ends of blocks and pages. The cache holds NaN past the sequences' ends."""
     q_lens, kv_lens = [70, 33, 0, 1, 128], [300, 33, 0, 257, 640]
     case, wide, scales = _paged(sm90, q_lens, kv_lens, shape, page_size, q_dtype)
     out = torch.full(case.q.shape, math.nan, dtype=BF16 if q_dtype == E4M3 else q_dtype, device=sm90)
@@ -309,7 +310,7 @@ def test_wide_heads(sm90: torch.device, dtype: torch.dtype, gqa_ratio: int, page
 @pytest.mark.parametrize("shape", [(64, 8, 64), (32, 8, 128)], ids=str)
 @pytest.mark.parametrize("q_dtype", [BF16, E4M3], ids=str)
 def test_windows(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, window_left: int) -> None:
-    """Pages before the window have been freed."""
+    """Tests windows after the pages before them were freed."""
     q_lens, kv_lens = [70, 33, 0, 1, 300], [300, 33, 0, 900, 1640]
     case, wide, scales = _paged(sm90, q_lens, kv_lens, shape, page_size, q_dtype)
     freed = case.freed(window_left)

@@ -1,4 +1,4 @@
-"""The public functions on the device, called without tokenspeed-kernel."""
+"""Tests the public functions on the device, without tokenspeed-kernel."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_function_is_right(sm90: torch.device, name: str, window_left: int) ->
 @pytest.mark.parametrize("window_left", WINDOWS)
 @pytest.mark.parametrize("name", ["mha_prefill", "mha_extend_with_kvcache", "mha_decode_with_kvcache"])
 def test_elements_apart(sm90: torch.device, name: str, window_left: int) -> None:
-    """Each tensor consists of every second element of a larger tensor, and the output is unaligned."""
+    """Tests tensors that consist of every second element of a larger tensor, and an output that is unaligned."""
     arguments, wanted = _call(name, sm90, window_left)
     for argument, value in arguments.items():
         if isinstance(value, Tensor):

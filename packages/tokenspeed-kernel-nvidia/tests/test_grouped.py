@@ -1,4 +1,4 @@
-"""MoE experts for many tokens, compared with float32; and the limits of the schedule."""
+"""Tests MoE experts for many tokens against float32, and the limits of the schedule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLUMNS = SUPPORTED[PLAIN]
 
 
 class Layer(RandomLayer):
-    """A layer that runs on the kernel for many tokens."""
+    """A layer that calls the kernel for many tokens."""
 
     apply = staticmethod(grouped.moe_apply_many)
 
@@ -50,7 +50,7 @@ def test_tokens(sm90: torch.device, tokens: int, columns: int) -> None:
     "count", [*range(1, 40), 41, 47, 48, 49, 56, 57, 63, 64, 65, 79, 80, 81, 96, 112, 127, 143, 159, 160, 161, 213, 320, 373]
 )
 def test_every_width_of_a_tile(sm90: torch.device, count: int, columns: int) -> None:
-    """One expert has ``count`` pairs, and another has one pair fewer."""
+    """Tests two experts, one with ``count`` pairs and one with one pair fewer."""
     layer = Layer(sm90, 4, 1, 64, 192, **GPT_OSS)
     x, weights, ids = layer.tokens(2 * count - 1)
     ids[:count], ids[count:] = 2, 1
@@ -62,7 +62,7 @@ def test_every_width_of_a_tile(sm90: torch.device, count: int, columns: int) -> 
     [(16, 4, 256, 192, 2), (16, 4, 256, 192, 33), (128, 4, 2880, 352, 256), (5, 3, 160, 224, 700), (384, 8, 128, 128, 300)],
 )
 def test_split_elements(sm90: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
-    """Each element is split into two fp8 values."""
+    """Tests elements that are split into two fp8 values each."""
     layer = Layer(sm90, experts, top_k, hidden, intermediate, **GPT_OSS)
     layer.spread_scales([1])
     call = layer.tokens(tokens)
@@ -152,7 +152,7 @@ def test_strides(sm90: torch.device) -> None:
     wanted = layer.wanted(x, weights, ids)
     wide_x, wide_out = (torch.full((200, 400), 7.0, dtype=x.dtype, device=sm90) for _ in range(2))
     weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
-    for first in (8, 3):  # aligned rows, and unaligned ones
+    for first in (8, 3):  # first aligned rows, then unaligned rows
         wide_x[:, first : first + 192] = x
         out = wide_out[:, first : first + 192]
         assert layer.run(wide_x[:, first : first + 192], weights, ids, out) is out
@@ -196,7 +196,7 @@ def test_graph_replay_with_other_experts(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("tokens", [300, 60])
 def test_kernels_that_overlap(sm90: torch.device, tokens: int) -> None:
-    """In a graph, kernels overlap (PDL). The output of each call is the next call's tokens."""
+    """Tests kernels that overlap in a graph (PDL). The output of each call is the next call's tokens."""
     layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     wanted = x
@@ -214,7 +214,7 @@ def test_kernels_that_overlap(sm90: torch.device, tokens: int) -> None:
 
 
 class RoundedLayer(RandomLayer):
-    """A layer with fp8 activations."""
+    """A layer with fp8 activations, which calls the kernel for many tokens."""
 
     apply = staticmethod(grouped.moe_apply_rounded)
 
@@ -231,7 +231,7 @@ def test_fp8_activations(sm90: torch.device, tokens: int, hidden: int, intermedi
     layer.spread_scales(inexact)
     call = layer.tokens(tokens)
     error = layer.error(*call)
-    # Intermediate values are rounded before they are quantised, so some quantise to the adjacent fp8 value.
+    # Intermediate values are rounded before they are quantised, so some quantised values are adjacent fp8 values.
     assert error <= 2e-2
     assert layer.error(*call, codes=True) <= 1.2 * error
     for codes in (False, True):
@@ -275,7 +275,7 @@ def test_random_layers(sm90: torch.device) -> None:
 
 
 def tiles_of(counts: list[int], schedule: Schedule) -> list[int]:
-    """Returns the number of pairs of each tile, by the schedule's rule."""
+    """Computes the number of pairs of each tile by the schedule's rule."""
     tiles = []
     for count in counts:
         many, left = divmod(count, schedule.columns)
@@ -300,8 +300,7 @@ def test_room_for_all_tiles(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("gemm", every_gemm(), ids=str)
 def test_registers_of_a_launch_are_enough(gemm: Gemm) -> None:
-    """A warpgroup may request registers that the launch allocated or that other warpgroups released. If there are not enough, it
-    waits forever."""
+    """Asserts that the warpgroups request no more registers than the launch allocates. Otherwise a warpgroup would wait forever."""
     given = REGISTERS // gemm.threads // 8 * 8 * gemm.threads
     tile = gemm.tile
     assert 128 * (tile.warpgroups * tile.registers + gemm.producer_registers) <= given

@@ -1,4 +1,4 @@
-"""MoE experts for many tokens, executed without a GPU: the emulator runs small layers with the PTX that a GPU would run."""
+"""Tests MoE experts for many tokens without a GPU: the emulator runs small layers with the PTX that a GPU would run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns the PTX of a program, compiled once."""
+    """Returns a function that compiles a program once and returns its PTX."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -69,7 +69,7 @@ def bytes_of(x: Tensor) -> Any:
 
 
 class Launches:
-    """The launches of one call, with an emulated memory for this call."""
+    """Runs the launches of one call, in an emulated memory of its own."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class Launches:
         self.launch(grouped.schedule_program, Schedule(self.columns, ctas), given, 1024, ctas, cluster=ctas)
 
     def gemms(self, *inputs: str) -> int:
-        """Launches both GEMMs, and returns the address of the results. ``inputs`` names the formats of the rows; each format is for
-        some experts."""
+        """Launches both GEMMs, and returns the address of the results. ``inputs`` names the formats of the rows. If there are two
+        formats, each is for some of the experts."""
         plan, pairs = self.plan, self.ids.numel()
         rows, width = self.x, plan.hidden_size
         swiglu = [plan.alpha, math.inf if plan.limit is None else plan.limit, plan.beta]
@@ -141,7 +141,7 @@ class Launches:
         return results
 
     def given(self, rows: Tensor, inputs: str) -> tuple[int, int]:
-        """Returns the addresses of a GEMM's rows and of their scales."""
+        """Stores the rows of a GEMM and their scales in memory. Returns both addresses."""
         if inputs == PLAIN:
             return self.memory.put(bytes_of(rows)), 0
         values, scales = rounded(rows, inputs, self.plan.dtype)
@@ -158,7 +158,8 @@ class Launches:
 
 
 def rounded(rows: Tensor, inputs: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The reference of a rounding kernel. Returns fp8 values in the order of `decode_e5m2`, or values of ``dtype``; and scales."""
+    """Computes the expected results of a rounding kernel: fp8 values in the order of `decode_e5m2` or values of ``dtype``, and the
+    scales."""
     if inputs == FITTED:
         scales = torch.exp2(rows.abs().amax(-1, keepdim=True).log2().floor() - 14)
         return (rows / scales).to(dtype), scales
@@ -182,7 +183,7 @@ def in_order(codes: Tensor) -> Tensor:
 
 
 def some_experts(ids: Tensor) -> Tensor:
-    """Returns the ids with all slots of one token skipped, and all slots of a third of the experts."""
+    """Returns ids in which all slots of one token, and all slots of a third of the experts, are negative."""
     ids = torch.where(ids % 3 == 0, -1, ids)
     ids[1] = -5
     return ids
@@ -193,7 +194,7 @@ def some_experts(ids: Tensor) -> Tensor:
 def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: int, ctas: int) -> None:
     layer = RandomLayer(CPU, experts, top_k, 32, 32)
     x, weights, ids = layer.tokens(tokens)
-    if tokens == 300:  # some experts' last pairs are too few for a separate tile, at both tile widths
+    if tokens == 300:  # at both tile widths, the last pairs of some experts are too few for a separate tile
         ids[:70], ids[70:235], ids[235:] = 0, 2, 1
     elif tokens > 1:
         ids = some_experts(ids)
@@ -211,7 +212,7 @@ def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: in
     count = int(call.memory.get(call.tile_count, np.int32, 1)[0])
     tiles = call.memory.get(call.tiles, np.int32, count, 4)[:, :3].tolist()
     counts = [int((flat == expert).sum()) for expert in range(experts)]
-    # The two balanced tiles of an expert are adjacent, so a slightly shorter tile may precede a longer one.
+    # An expert's last two tiles share their pairs evenly and are adjacent. So a slightly shorter tile may precede a longer tile.
     assert sorted(size for _, _, size in tiles) == sorted(tiles_of(counts, Schedule(columns)))
     begins = np.cumsum([0, *counts])
     for expert in range(experts):
@@ -290,7 +291,7 @@ def test_rounded_layers(
     call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)
     call.schedule()
     got, wanted = call.combine(call.gemms(*inputs)).float(), layer.wanted(x, weights, ids)
-    # Intermediate values are rounded before they are quantised, so some quantise to the adjacent fp8 value.
+    # Intermediate values are rounded before they are quantised, so some quantised values are adjacent fp8 values.
     assert (got - wanted).norm() <= 0.02 * wanted.norm()
 
 
@@ -304,12 +305,12 @@ def test_rounded_layers(
     ],
 )
 def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
-    """If elements are split into two fp8 values, the results equal those of unsplit elements."""
+    """Asserts that results are correct if each element is split into two fp8 values."""
     layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, **GPT_OSS)
     layer.spread_scales([1])
     x, weights, ids = layer.tokens(tokens)
     ids = some_experts(ids)
-    # Shared memory may hold values that other kernels left, such as an infinite scale.
+    # Shared memory may hold values that an earlier kernel left, such as an infinite scale.
     call = Launches(texts, layer, SPLIT_COLUMNS, (x, weights, ids), seed=hidden, shared_byte=0x3F)
     call.schedule()
     compare(call.combine(call.gemms(PARTS)), layer.wanted(x, weights, ids))
@@ -326,10 +327,10 @@ def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, interme
     ],
 )
 def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
-    """Float32 rows occur if tokens are float16."""
+    """Tests the rounding kernels. Rows are float32 if tokens are float16."""
     rows = torch.randn(3, k, generator=torch.Generator().manual_seed(k)) * torch.tensor([[1.0], [300.0], [1e-3]])
     rows[2, 7] = 0.0
-    if inputs == PARTS:  # row 1 has an outlier; row 0 has one too, but beside it almost only zeros
+    if inputs == PARTS:  # row 1 has an outlier; row 0 has almost only zeros beside an outlier
         rows[1, 5] = 1e8
         rows[0, 3:] = 0.0
         rows[0, 1] = 1e8

@@ -1,4 +1,4 @@
-"""Properties that all launchers share, tested without a GPU. Launches are recorded instead of run.
+"""Tests properties that all launchers share, without a GPU. Launches are recorded instead of run.
 
 The recorded programs reject the same arguments as compiled programs.
 """
@@ -39,8 +39,8 @@ def _forget() -> None:
 
 
 def _refuse(handed: tuple[Any, ...]) -> None:
-    """Raises ValueError like compiled programs: for tensors that bulk copies cannot read or write, and for lengths that are not
-    contiguous."""
+    """Raises ValueError for the same arguments as compiled programs: tensors that bulk copies cannot read or write, and lengths
+    that are not contiguous."""
     for tensor in handed:
         if isinstance(tensor, Tensor) and tensor.ndim != 2:  # a decode's page table may have any strides
             step = 8 if tensor.dtype in DTYPES else 1
@@ -73,14 +73,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any, tupl
 
 
 def _calls(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Returns calls of every launcher, for short and for long sequences."""
+    """Yields calls of every launcher, for short and for long sequences."""
     offsets, lengths = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([30, 4], dtype=torch.int32)
     q = torch.zeros(4, heads, head_dim, dtype=dtype)
     k, v = torch.zeros(2, 4, kv_heads, head_dim, dtype=dtype)
     for windowed in (False, True):
         module, left = (window, 127) if windowed else (prefill, -1)
         yield as_operator(module.mha_prefill), {"q": q, "k": k, "v": v, "cu_seqlens": offsets, "window_left": left}
-        for most in (64, 8192):  # bounds of short and long sequences
+        for most in (64, 8192):  # upper bounds of the lengths of short and of long sequences
             cache = torch.zeros(4, page_size, kv_heads, head_dim, dtype=dtype)
             table = torch.zeros(2, -(-most // page_size), dtype=torch.int32)
             paged = {"k_cache": cache, "v_cache": cache.clone(), "page_table": table, "cache_seqlens": lengths, "window_left": left}
@@ -118,7 +118,8 @@ def test_programs_that_launchers_use_are_compiled_ahead_of_time(asked: list[tupl
 
 
 def test_freed_pages_are_left_to_the_device(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
-    """The launcher passes a page table with -1 unchanged. The kernel knows the lengths, and does not read freed pages."""
+    """Asserts that the launcher passes a page table with -1 to the kernel unchanged. The kernel knows the lengths, and does not
+    read freed pages."""
     for launcher, arguments in _calls(16, 2, 64, 64, torch.bfloat16):
         if "page_table" in arguments:
             table = arguments["page_table"].fill_(-1)
@@ -139,7 +140,7 @@ def _shifted(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("layout", [_apart, _shifted], ids=["elements apart", "between multiples of 16 bytes"])
 def test_other_layouts_are_copied(asked: list[tuple[Any, Any, tuple[Any, ...]]], layout: Any) -> None:
-    """For every layout of the caller's tensors, programs receive aligned rows, and ``out`` is returned."""
+    """Asserts that for every layout of the caller's tensors, programs receive aligned rows, and ``out`` is returned."""
     for launcher, arguments in _calls(16, 2, 64, 16, torch.bfloat16):
         given = {name: layout(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
         out = layout(torch.zeros_like(arguments["q"]))
@@ -163,7 +164,8 @@ def test_copying_a_cache_warns_once(asked: list[tuple[Any, Any, tuple[Any, ...]]
 
 
 def test_a_refusal_that_no_copy_helps_is_raised() -> None:
-    """If a program rejects tensors that bulk copies can read, the launcher does not call it again with copies."""
+    """Asserts that the launcher does not call a program again with copies if the program rejects tensors that bulk copies can
+    read."""
     asked = []
 
     def refuse(*given: Any) -> None:

@@ -1,4 +1,4 @@
-"""The layout of a linear layer's weights, and the kernel's results on the emulator."""
+"""Tests the layout of a linear layer's weights, and the kernel's results on the emulator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def weights_of(k: int, n: int, weight_format: str, seed: int = 0, **more: Any) -
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=draw)
     if weight_format == "mxfp4":
         return LinearWeights(codes, torch.randint(115, 130, (n, k // 32), dtype=torch.uint8, generator=draw), **more)
-    # The scales have every value with both signs, except NaN.
+    # Scales are random e4m3 values of both signs, except NaN.
     scale = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8, generator=draw)
     scale |= torch.randint(0, 2, scale.shape, dtype=torch.uint8, generator=draw) << 7
     return LinearWeights(codes, scale.view(torch.float8_e4m3fn), torch.tensor([0.0137]), **more)
@@ -55,13 +55,13 @@ def values_of(weights: LinearWeights) -> Tensor:
 
 
 def read(prepared: LinearWeights, weight_format: str, n: int, k: int) -> Tensor:
-    """Reads the weights of a prepared layer bit by bit, as the layout's description defines them."""
+    """Reads the weights of a prepared layer bit by bit, as the docstring of the layout defines them."""
     panels, blocks, strips, _ = prepared.weight.shape
     words = prepared.weight[..., :CODE_BYTES].contiguous().view(torch.int32).view(panels, blocks, strips, 8, 4, 4).long()
     stored = prepared.weight[..., CODE_BYTES:].view(panels, blocks, strips, 8, -1, 2).long()
     quarters = stored.shape[4]
     result = torch.zeros(panels, strips, 16, blocks, 64, dtype=torch.float64)
-    places = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (11, 10, 13, 14))  # bit positions of an e2m1 value, for each register
+    places = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (11, 10, 13, 14))  # bit positions of an e2m1 value, by register
     for s in range(4):
         for register in range(4):
             for odd in range(2):
@@ -108,10 +108,10 @@ def test_configurations_fit() -> None:
     for config in every_config():
         assert config.shared_bytes <= SHARED_BYTES
         assert 8 <= GROUPS * config.stages <= 32  # each lane initialises the barriers of one stage
-        assert GROUPS * config.stages * config.stage_bytes >= 50 * 1024  # enough bytes are in flight
+        assert GROUPS * config.stages * config.stage_bytes >= 50 * 1024  # enough bytes in flight to use the memory bandwidth
         assert 8 * 2 * GROUPS * (config.stages + 1) <= HEAD_BYTES
     assert {config_of("bfloat16", "nvfp4", tokens) for tokens in range(1, 17)} <= set(every_config())
-    assert MAX_K == 28672  # Llama 70B's down projection
+    assert MAX_K == 28672  # the in-features of Llama 70B's down projection
 
 
 def test_supported_plans() -> None:
@@ -173,8 +173,8 @@ def check(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | Non
 @FORMATS
 @pytest.mark.parametrize(("m", "dtype"), [(3, torch.bfloat16), (16, torch.float16), (9, torch.bfloat16)])
 def test_many_panels_and_blocks(weight_format: str, m: int, dtype: torch.dtype) -> None:
-    """Stages and buffers are reused. CTAs have 2 or 3 k blocks, so one CTA's last stage has one block. The last panel is partly
-    filled."""
+    """Tests shapes in which stages and buffers are reused. CTAs have 2 or 3 k blocks, so the last stage of some CTAs has one block.
+    The last panel is partly filled."""
     k, n = 19 * 64 - 32, 10 * 64 + 24
     bias = torch.randn(n, generator=torch.Generator().manual_seed(1))
     weights, plan = weights_of(k, n, weight_format, bias=bias), plan_of(k, n, weight_format, bias=True, dtype=dtype)
@@ -183,7 +183,7 @@ def test_many_panels_and_blocks(weight_format: str, m: int, dtype: torch.dtype) 
 
 @pytest.mark.usefixtures("on_emulator")
 def test_rows_that_begin_anywhere() -> None:
-    """Rows of tokens and of results begin at unaligned addresses. There are fewer k blocks than CTAs."""
+    """Tests rows of tokens and of results that begin at unaligned addresses, with fewer k blocks than CTAs."""
     weights, plan = weights_of(64, 72, "nvfp4"), plan_of(64, 72, "nvfp4")
     out = torch.empty(11, 200, dtype=torch.bfloat16)[:, 3:75]
     check(torch.randn(11, 80).bfloat16()[:, 5:69], weights, plan, out)
@@ -197,7 +197,8 @@ def test_as_much_k_as_there_is_room_for() -> None:
 
 @pytest.mark.usefixtures("on_emulator")
 def test_nonfinite_values_do_not_spread() -> None:
-    """A NaN scale makes only the outputs of its row NaN. A NaN in a token makes only this token's results NaN."""
+    """Asserts that a NaN scale makes only the outputs of its row NaN, and that a NaN in a token makes only this token's results
+    NaN."""
     weights, plan = weights_of(128, 64, "nvfp4"), plan_of(128, 64, "nvfp4")
     assert weights.weight_scale is not None
     weights.weight_scale.view(torch.uint8)[7, 3] = 0x7F

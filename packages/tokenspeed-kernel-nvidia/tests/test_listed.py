@@ -1,4 +1,4 @@
-"""The programs that are listed for ahead-of-time compilation are exactly those that attention launchers use for all declared
+"""Tests that the programs listed for ahead-of-time compilation are exactly those that attention launchers use for all declared
 calls."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREFILLS = {"mha_prefill", "mha_extend_with_kvcache", "mla_prefill"}
 
 
 def admits(spec: KernelSpec, **stated: Any) -> bool:
-    """Returns whether a kernel's declaration admits a request with these traits. Flags that the declaration does not name are
+    """Returns whether a kernel's declaration supports a request with these traits. A flag that the declaration does not name is
     unsupported."""
     constraints = ((spec.traits.get(name), value) for name, value in stated.items())
     return all(value is not True if known is None else known.accepts(value) for known, value in constraints)
@@ -65,8 +65,7 @@ def prefills(spec: KernelSpec) -> Iterator[tuple[Any, ...]]:
 
 
 def asked_of(module: ModuleType, name: str, calls: Any, specs: list[KernelSpec], monkeypatch: pytest.MonkeyPatch) -> dict[Any, int]:
-    """Returns the configurations that a launcher's module uses. The value of each is the highest priority of a kernel that uses
-    it."""
+    """Returns the configurations that a launcher's module uses, each with the highest priority of the kernels that use it."""
     found: dict[Any, int] = {}
     monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
     asked: list[Any] = []
@@ -82,7 +81,8 @@ def asked_of(module: ModuleType, name: str, calls: Any, specs: list[KernelSpec],
 
 
 def test_programs_of_decode(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that are preferred to the portable kernel use exactly the listed usual programs."""
+    """Asserts that launchers use exactly the listed programs. Kernels that are preferred to the portable kernel use exactly the
+    programs listed as usual."""
     listed = decode.decode_program
     specs = [spec for spec in registered.list_kernels() if spec.solution == "cutedsl" and spec.mode == "mha_decode_with_kvcache"]
     asked = asked_of(decode, "decode_program", decodes, specs, monkeypatch)
@@ -92,7 +92,7 @@ def test_programs_of_decode(registered: KernelRegistry, monkeypatch: pytest.Monk
 
 
 def test_programs_of_prefill(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launchers use each listed program, and no other."""
+    """Asserts that launchers use exactly the listed programs."""
     listed = prefill.prefill_program
     specs = [
         spec

@@ -22,7 +22,7 @@ def machine_code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def program(between: str, mmas: int = 2) -> str:
-    """Returns the PTX of a loop of MMAs, with an instruction between the MMAs and the wait for them."""
+    """Returns the PTX of a loop of MMAs, with the instruction ``between`` after the MMAs and before the wait for the MMAs."""
     mma = f"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {{{SUMS}}}, %rd1, %rd2, %p1, 1, 1, 0, 0;"
     return f"""
 .version 8.4
@@ -56,7 +56,7 @@ ret;
     [
         ("", 2, False),
         ("mul.f32 %f8, %f8, %f8;", 2, False),
-        ("mul.f32 %f0, %f0, %f8;", 2, True),  # reads an accumulator while MMAs may still add to it
+        ("mul.f32 %f0, %f0, %f8;", 2, True),  # accesses an accumulator while MMAs may still add to it
         ("", 1, False),  # the PTX itself serialises the MMAs
     ],
 )

@@ -1,4 +1,4 @@
-"""MLA decode, compared with the operator's reference."""
+"""Tests MLA decode against the operator's reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ mla_decode_with_kvcache = as_operator(mla_decode.mla_decode_with_kvcache)
 NAME = "cutedsl_mla_decode_with_kvcache"
 NAME_FP8 = "cutedsl_mla_decode_with_kvcache_fp8"
 E4M3 = torch.float8_e4m3fn
-# Dtypes with an fp8 cache: of queries and cache, or of the cache only.
+# Options of calls with an fp8 cache: queries and cache are fp8, or only the cache is fp8.
 FP8: list[dict[str, Any]] = [{"dtype": E4M3, "scales": ("q_scale", "kv_scale")}, {"cache_dtype": E4M3, "scales": ("kv_scale",)}]
 FP8_NAMES = ["fp8 queries", "fp8 cache"]
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def arguments_of(lengths: list[int], heads: int, new: int = 1, device: torch.device = CPU, **options: Any) -> dict[str, Any]:
-    """Returns a call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
+    """Returns the arguments of a call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
     given = {"head_dim": LATENT + ROPE, "kv_lora_rank": LATENT, "page_size": 64, "softmax_scale": 0.1352, **options}
     case = Case("", paged(lengths, heads=heads, max_seqlen_q=new, stale=True, return_lse=True, **given))
     return dict(get_operator("attention.mla_decode_with_kvcache").complete(case.build(device, sum(lengths))))
@@ -68,7 +68,7 @@ def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", [[0], [64], [1, 63, 65, 0, 129, 300], [9000, 1, 0, 700], [40000], [30000] * 150], ids=len)
 def test_an_fp8_cache(sm90: torch.device, lengths: list[int], heads: int, options: dict[str, Any]) -> None:
-    """Some ranges of keys are so long that their partial sums are accumulated in memory."""
+    """Tests fp8 caches. Some ranges of keys are so long that the kernel accumulates their partial sums in memory."""
     if len(lengths) == 150 and heads != 128:
         pytest.skip("one program shows it")
     check_fp8(arguments_of(lengths, heads, device=sm90, **options))
@@ -83,7 +83,7 @@ def test_several_new_tokens_and_an_fp8_cache(sm90: torch.device, heads: int, opt
 @pytest.mark.parametrize("batch", [33, 200, 500])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
-    """The batch has more sequences than a warp has lanes, and more than there are groups of CTAs."""
+    """Tests batches with more sequences than lanes of a warp, and more than groups of CTAs."""
     draw = random.Random(batch)
     check(arguments_of([draw.choice([0, 1, 64, draw.randrange(1500)]) for _ in range(batch)], heads, device=sm90))
 
@@ -91,7 +91,7 @@ def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
 @pytest.mark.parametrize("new", [2, 3, 4, 8])
 @pytest.mark.parametrize("heads", HEADS)
 def test_several_new_tokens(sm90: torch.device, heads: int, new: int) -> None:
-    """Some sequences have more new tokens than tokens in the cache."""
+    """Tests several new tokens for each sequence. Some sequences have fewer tokens in the cache than new tokens."""
     check(arguments_of([1, 20, 400, 0, 64, 3000, 2, 5], heads, new, sm90))
 
 
@@ -124,7 +124,7 @@ emulated = partial(launched.emulated, mla_decode._programs_of)
 @pytest.mark.parametrize(
     ("heads", "lengths", "sm_count", "options"),
     [
-        (128, [700, 200, 0, 3], 6, {}),  # three clusters: one has keys of two sequences, and one sequence is split over two
+        (128, [700, 200, 0, 3], 6, {}),  # three clusters: one has keys of two sequences, and one sequence is in two clusters
         (128, [130, 1], 4, {"new": 2, "softmax_scale": 1.0}),  # row maxima rise so much that accumulators are rescaled
         (16, [1500], 7, {}),  # the sequence is split over all groups of CTAs
         (16, [300, 2, 66, 65], 3, {"new": 3}),  # a tile has several tokens
@@ -132,16 +132,18 @@ emulated = partial(launched.emulated, mla_decode._programs_of)
 )
 @pytest.mark.parametrize(("seed", "copies"), [(0, "early"), (3, "late"), (5, "random")])
 def test_on_the_emulator(heads: int, lengths: list[int], sm_count: int, options: dict[str, Any], seed: int, copies: str) -> None:
-    """Runs with warps in any order, and with copies and wgmmas as late as possible."""
+    """Runs with warps in order and copies performed at issue, then with warps in random order and copies late or at random
+    times."""
     with emulated(sm_count, seed=seed, copies=copies):
         check(arguments_of(lengths, heads, **options))
 
 
 @pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30], ids=str)
 def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -> None:
-    """Narrow partial results are float16, which cannot represent the smallest and the largest of these values."""
+    """Tests values of very different magnitudes. The kernel's narrow partial results are float16, which cannot represent the
+    smallest and the largest of these values."""
     arguments = arguments_of([700], 128)
-    arguments["q"].zero_()  # the scores then have none of these values
+    arguments["q"].zero_()  # all scores are then 0, whatever the magnitude of the cache
     arguments["kv_cache"].mul_(magnitude)
     wanted, _ = tokenspeed_kernel.mla_decode_with_kvcache(**arguments, solution="reference")
     with emulated(8):
@@ -158,7 +160,7 @@ def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -
 def test_an_fp8_cache_on_the_emulator(
     monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], sm_count: int, options: dict[str, Any]
 ) -> None:
-    """Two blocks of keys are accumulated in registers, and further blocks in memory, while row maxima rise. The emulator
+    """Tests rising row maxima while two blocks of keys are accumulated in registers, and further blocks in memory. The emulator
     accumulates fp8 MMAs with as few bits as Hopper.
     """
     monkeypatch.setattr(mla_decode, "Fp8Config", partial(Fp8Config, summed=2))
@@ -167,7 +169,7 @@ def test_an_fp8_cache_on_the_emulator(
 
 
 def test_many_pages_on_the_emulator() -> None:
-    """There are more pages than a warp has lanes, and more sequences, too."""
+    """Tests more pages and more sequences than a warp has lanes."""
     with emulated(2):
         check(arguments_of([2600, *[1, 0, 64] * 11], 16))
 
@@ -183,7 +185,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
 def test_used_programs_are_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
-    """A group of CTAs has all heads. The group is one CTA, or two CTAs with half of 128 heads each."""
+    """Asserts that launches use programs that are compiled ahead of time. A group of CTAs has all heads: it is one CTA, or two CTAs
+    with half of 128 heads each."""
     mla_decode_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_decode.mla_decode_program, mla_decode.mla_merge_program)
@@ -208,7 +211,7 @@ def test_an_fp8_cache_has_a_program_of_its_own(
     assert config in computes.configs()
     assert same in merges.configs()
     assert (config, str(got.dtype)) == (Fp8Config(dtype, 128, fp8_queries), f"torch.{dtype}")
-    assert same == Config(dtype, 128)  # partial results are float32, because the program accumulates into them
+    assert same == Config(dtype, 128)  # partial results are float32, because the fp8 program accumulates in them
     assert handed[1].dtype == torch.uint8
     scales = [arguments[name] for name in ("q_scale", "kv_scale")]
     assert handed[-2:] == tuple(0 if scale is None else scale.data_ptr() for scale in scales)

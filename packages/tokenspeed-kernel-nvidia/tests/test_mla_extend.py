@@ -1,4 +1,4 @@
-"""MLA extend (many new tokens), compared with the operator's reference."""
+"""Tests MLA extend (many new tokens) against the operator's reference."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ mla_extend_with_kvcache = as_operator(mla_extend.mla_extend_with_kvcache)
 NAME = "cutedsl_mla_extend_with_kvcache"
 NAME_FP8 = "cutedsl_mla_extend_with_kvcache_fp8"
 E4M3 = torch.float8_e4m3fn
-# Dtypes with an fp8 cache: of queries and cache, or of the cache only.
+# Options of calls with an fp8 cache: queries and cache are fp8, or only the cache is fp8.
 FP8: list[dict[str, Any]] = [{"dtype": E4M3, "scales": ("q_scale", "kv_scale")}, {"cache_dtype": E4M3, "scales": ("kv_scale",)}]
 FP8_NAMES = ["fp8 queries", "fp8 cache"]
 CPU = torch.device("cpu")
 
 
 def arguments_of(lengths: list[int], new: list[int], heads: int, device: torch.device = CPU, **options: Any) -> dict[str, Any]:
-    """Returns a call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
+    """Returns the arguments of a call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
     widths = {"head_dim": LATENT + ROPE, "kv_lora_rank": LATENT, "page_size": 64, "softmax_scale": 0.1352, "is_causal": True}
     case = Case("", paged(lengths, new, heads=heads, **{**widths, "stale": True, "return_lse": True, **options}))
     return dict(get_operator("attention.mla_extend_with_kvcache").complete(case.build(device, sum(lengths))))
@@ -54,7 +54,7 @@ def check_fp8(arguments: dict[str, Any]) -> None:
 
 
 def drawn(count: int) -> tuple[list[int], list[int]]:
-    """Returns random lengths of some sequences, and how many of each sequence's tokens are new."""
+    """Returns the random lengths of ``count`` sequences, and how many of each sequence's tokens are new."""
     draw = random.Random(count)
     lengths = [draw.choice([0, 1, 64, draw.randrange(900)]) for _ in range(count)]
     return lengths, [draw.choice([0, min(length, 1), length, draw.randint(0, length)]) for length in lengths]
@@ -89,14 +89,14 @@ def test_an_fp8_cache(sm90: torch.device, lengths: list[int], new: list[int], he
 @pytest.mark.parametrize("batch", [33, 200])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
-    """The batch has more sequences than a warp has lanes, and more than there are groups of CTAs."""
+    """Tests a batch with more sequences than lanes of a warp, and more than groups of CTAs."""
     check(arguments_of(*drawn(batch), heads, sm90))
 
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_runs_agree(sm90: torch.device, heads: int) -> None:
-    """Runs thousands of short work items, many times. A buffer that one CTA releases must have been read before another CTA
-    overwrites it.
+    """Asserts that many runs of thousands of short work items agree. A buffer that one CTA of a cluster releases must have been
+    read before the other CTA overwrites it.
     """
     arguments = arguments_of(*drawn(200), heads, sm90)
     first, _ = mla_extend_with_kvcache(**arguments)
@@ -107,7 +107,7 @@ def test_runs_agree(sm90: torch.device, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_more_queries_than_keys(sm90: torch.device, heads: int) -> None:
-    """Some queries see no key."""
+    """Tests sequences with more queries than keys. Some queries see no key."""
     check(arguments_of([30, 0, 300], [40, 5, 400], heads, sm90, is_causal=False))
 
 
@@ -177,7 +177,7 @@ def test_on_the_emulator(
 def test_an_fp8_cache_on_the_emulator(
     monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], new: list[int], sm_count: int, options: dict[str, Any]
 ) -> None:
-    """Two blocks of keys are accumulated in registers, and further blocks in memory, while row maxima rise. The emulator
+    """Tests rising row maxima while two blocks of keys are accumulated in registers, and further blocks in memory. The emulator
     accumulates fp8 MMAs with as few bits as Hopper.
     """
     monkeypatch.setattr(mla_extend, "Fp8Config", partial(Fp8Config, summed=2))
@@ -186,7 +186,7 @@ def test_an_fp8_cache_on_the_emulator(
 
 
 def test_many_sequences_on_the_emulator() -> None:
-    """The batch has more sequences than a warp has lanes."""
+    """Tests a batch with more sequences than a warp has lanes."""
     lengths, new = drawn(40)
     lengths = [length % 130 for length in lengths]
     with emulated(4):
@@ -205,7 +205,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
     ("heads", "new", "groups"), [(16, 5, 66), (32, 3, 66), (64, 2, 66), (128, 1, 66), (16, 4, 132), (64, 1, 132)]
 )
 def test_used_programs_are_compiled_ahead_of_time(launches: list[Launched], heads: int, new: int, groups: int) -> None:
-    """A group of CTAs is a cluster of two CTAs, or one CTA if a tile has all new tokens of a sequence."""
+    """Asserts that launches use programs that are compiled ahead of time. A group of CTAs is a cluster of two CTAs, or one CTA if a
+    tile has all new tokens of a sequence."""
     mla_extend_with_kvcache(**arguments_of([70, 3], [new, 1], heads))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_extend.mla_extend_program, mla_extend.mla_extend_merge_program)
@@ -230,7 +231,8 @@ def test_an_fp8_cache_has_a_program_of_its_own(launches: list[Launched], options
 
 @pytest.mark.parametrize(("is_causal", "bound", "handed_on"), [(True, 1000, 70), (True, 50, 50), (False, 1000, 73)])
 def test_a_loose_bound_of_new_tokens_is_tightened(launches: list[Launched], is_causal: bool, bound: int, handed_on: int) -> None:
-    """The launcher lowers a loose bound to the total number of new tokens, and for causal attention to the longest sequence."""
+    """Asserts that the launcher lowers a loose bound to the total number of new tokens, and for causal attention to
+    max_seqlen_k."""
     arguments = arguments_of([70, 3], [70, 3], 16, is_causal=is_causal)
     mla_extend_with_kvcache(**{**arguments, "max_seqlen_q": bound, "max_seqlen_k": 70})
     assert [arguments[8] for _, _, arguments in launches[:1]] == [arguments[4] for _, _, arguments in launches[1:]] == [handed_on]

@@ -1,4 +1,4 @@
-"""Sparse MLA of tokens to selected slots, compared with the operator's reference."""
+"""Tests sparse MLA of tokens to selected slots against the operator's reference."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def arguments_of(
     softmax_scale: float = 0.1352,
     counted: bool = True,
 ) -> dict[str, Any]:
-    """Returns a call with DeepSeek-V3's head dims, whose tokens have these numbers of keys.
+    """Returns the arguments of a call with DeepSeek-V3's head dims, whose tokens have these numbers of keys.
 
     Slots that no token selected are NaN. Indices past a token's last key are invalid. The LSE is requested.
 
@@ -86,7 +86,7 @@ def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
 @pytest.mark.parametrize("tokens", [33, 200, 1500])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_tokens(sm90: torch.device, heads: int, tokens: int) -> None:
-    """There are more tokens than a warp has lanes, and more than groups of CTAs."""
+    """Tests more tokens than lanes of a warp, and more than groups of CTAs."""
     draw = random.Random(tokens)
     check(arguments_of([draw.choice([0, 1, 64, draw.randrange(700)]) for _ in range(tokens)], heads, device=sm90, holes=0.1))
 
@@ -132,7 +132,7 @@ emulated = partial(launched.emulated, mla_sparse._programs_of)
     ],
 )
 def test_on_the_emulator(lengths: list[int], sm_count: int, options: dict[str, Any], seed: int, copies: str) -> None:
-    """Runs with warps in any order, and with copies and wgmmas as late as possible."""
+    """Runs with late copies and wgmmas, and with copies and wgmmas at random times. Warps run in random order."""
     with emulated(sm_count, seed=seed, copies=copies):
         check(arguments_of(lengths, 128, **options))
 
@@ -148,7 +148,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
 def test_used_programs_are_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
-    """A group of CTAs has all heads. The group is one CTA, or two CTAs with half of 128 heads each."""
+    """Asserts that launches use programs that are compiled ahead of time. A group of CTAs has all heads: it is one CTA, or two CTAs
+    with half of 128 heads each."""
     mla_sparse_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_sparse.mla_sparse_program, mla_merge_program)

@@ -1,4 +1,4 @@
-"""GEMMs of few rows, compared with float64."""
+"""Tests GEMMs of few rows against float64."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _wanted(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _check(got: Tensor, wanted: Tensor) -> None:
-    """Checks the total error and the worst element. An element at a wrong index, or an element that lacks a part of k, has a large
-    error."""
+    """Checks the total error and the error of the worst element. An element at a wrong index, or an element that lacks a part of k,
+    has a large error."""
     assert got.shape == wanted.shape
     assert got.isfinite().all(), f"{int((~got.isfinite()).sum())} of {got.numel()} numbers are not finite"
     off, limit = got.double() - wanted, TOLERANCE[got.dtype]
@@ -101,14 +101,14 @@ def test_shapes_of_models(sm90: torch.device, m: int, k: int, n: int) -> None:
 
 @pytest.mark.parametrize("k", [8, 16, 24, 40, 64, 504, 512, 520, 1016, 1024, 1032, 2048, 2056, 4096, 4104, 9000])
 def test_edges_of_k(sm90: torch.device, k: int) -> None:
-    """The last load, chunk or stage is only partly filled."""
+    """Tests values of k at which the last load, chunk or stage is only partly filled."""
     for m, n in itertools.product((5, 12), (3, 300, 1500)):
         _run(sm90, m, k, n, out_dtype=SINGLE)
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 131, 132, 133, 264, 1055, 1056, 1057, 1188, 6335, 6336, 6337, 8447, 8448, 8449, 17000])
 def test_edges_of_n(sm90: torch.device, n: int) -> None:
-    """n is smaller than the number of CTAs, or leaves tiles and groups partly filled."""
+    """Tests values of n that are smaller than the number of CTAs, or leave tiles and groups partly filled."""
     for m, k in itertools.product((3, 12), (264, 4360)):
         _run(sm90, m, k, n, bias=SINGLE)
 
@@ -133,7 +133,7 @@ def test_random_calls(sm90: torch.device) -> None:
 
 
 def test_infinities_and_nan(sm90: torch.device) -> None:
-    """Infinities and NaN stay in their rows and columns, and memory past a row's end has no effect."""
+    """Asserts that infinities and NaN affect only their rows and columns, and that memory past a row's end has no effect."""
     k, n = 328, 500
     a, weight = (_numbers(sm90, rows, k, dtype=torch.bfloat16) for rows in (6, n))
     weight[3, 7], weight[40, k - 1], a[2, 0] = torch.inf, torch.nan, torch.inf
@@ -142,7 +142,7 @@ def test_infinities_and_nan(sm90: torch.device) -> None:
 
 
 def test_strides(sm90: torch.device) -> None:
-    """Tensors are slices of larger tensors, results have gaps, and weights have other layouts."""
+    """Tests tensors that are slices of larger tensors, results with gaps, and other layouts of weights."""
     dtype = torch.bfloat16
     wide, stack = _numbers(sm90, 9, 1000, dtype=dtype), _numbers(sm90, 700, 1000, dtype=dtype, scale=0.05)
     bias = _numbers(sm90, 700, 2, dtype=dtype)[:, 0]
@@ -171,7 +171,7 @@ def test_the_same_again(sm90: torch.device) -> None:
 
 
 def test_a_row_alone(sm90: torch.device) -> None:
-    """A row's result does not depend on other rows, provided that the same program is used."""
+    """Asserts that a row's result does not depend on other rows, if all calls use the same program."""
     a, weight = _numbers(sm90, 8, 2880, dtype=torch.bfloat16), _numbers(sm90, 700, 2880, dtype=torch.bfloat16)
     together = mm(a, weight.t())
     for row in range(8):
@@ -197,7 +197,8 @@ def test_a_graph_whose_inputs_change(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("graphed", [False, True])
 def test_results_of_the_preceding_kernel_are_visible(sm90: torch.device, graphed: bool) -> None:
-    """Kernels overlap (PDL). Each result is the next call's activations, and the weights of another call right after."""
+    """Tests kernels that overlap (PDL). Each result is the activations of the next call, and the weights of another call right
+    after it."""
     n, k = 2000, 2048
     weight, back = (_numbers(sm90, *shape, dtype=torch.bfloat16, scale=0.05) for shape in ((n, k), (k, n)))
     start = _numbers(sm90, 16, k, dtype=torch.bfloat16)
@@ -208,7 +209,7 @@ def test_results_of_the_preceding_kernel_are_visible(sm90: torch.device, graphed
         for _ in range(20):
             wide = mm(x, weight.t())
             narrow = mm(wide, back.t())
-            scores = mm(x, narrow.t())  # the preceding kernel wrote these weights
+            scores = mm(x, narrow.t())  # the preceding kernel wrote ``narrow``
             steps.append((x, wide, scores))
             x = narrow
 
@@ -279,7 +280,7 @@ def _run_scaled(device: torch.device, name: str, m: int, k: int, n: int, dtype: 
 
 
 def _dtypes(name: str) -> list[torch.dtype | None]:
-    """Returns the activation dtypes that are supported with such weights."""
+    """Returns the activation dtypes that the kernel supports for this entry of `SCALED`."""
     return list(DTYPES) if name.startswith("fp8 weights") else [torch.bfloat16] if name.startswith("mx") else [None]
 
 
@@ -301,7 +302,7 @@ def test_random_scaled_calls(sm90: torch.device, name: str) -> None:
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_strides(sm90: torch.device, name: str) -> None:
-    """Scales have other layouts. Weights are slices of wider weights, or are not row-major."""
+    """Tests other layouts of scales, and weights that are slices of wider weights or not row-major."""
     dtype = _dtypes(name)[0]
     arguments = _scaled(sm90, name, 5, 512, 700, dtype)
     first = mm(**arguments).clone()
@@ -318,7 +319,7 @@ def test_scaled_strides(sm90: torch.device, name: str) -> None:
 
 
 def test_every_fp8_number(sm90: torch.device) -> None:
-    """Every fp8 value except NaN occurs as a weight and as an activation."""
+    """Tests every fp8 value except NaN as a weight and as an activation."""
     codes = torch.tensor([code for code in range(256) if code % 128 != 127], dtype=torch.uint8, device=sm90).view(E4M3)
     one = torch.ones(1, device=sm90)
     k = 256
@@ -336,7 +337,7 @@ def test_every_fp8_number(sm90: torch.device) -> None:
 
 
 def test_every_mxfp4_number(sm90: torch.device) -> None:
-    """Each e2m1 value occurs with each scale, the smallest, the largest and NaN included."""
+    """Tests each e2m1 value with each scale, the smallest, the largest and NaN included."""
     row = torch.arange(256, device=sm90)
     packed = torch.zeros(256, 256, 16, dtype=torch.uint8, device=sm90)  # [row, scale, byte], k = 256 * 32
     packed[row, row] = torch.arange(16, dtype=torch.uint8, device=sm90) * 17
@@ -357,7 +358,8 @@ def test_every_mxfp4_number(sm90: torch.device) -> None:
 
 
 def test_configurations() -> None:
-    """Every configuration fits into shared memory for rows of any length, and reads shared memory without bank conflicts."""
+    """Asserts that every configuration fits into shared memory for rows of any length, and reads shared memory without bank
+    conflicts."""
     every = every_config()
     assert len(set(every)) == len(every)
     for config in every:
@@ -376,8 +378,8 @@ def test_configurations() -> None:
 
 
 def test_how_clusters_split_the_work() -> None:
-    """If weights have few rows, the CTAs of a cluster split k, and the cluster's rows are one group. If there are many activations,
-    the CTAs of a cluster share them."""
+    """Asserts how the CTAs of a cluster share work. If weights have few rows, the CTAs split k, and the cluster's rows are one
+    group. If there are many rows of activations, the CTAs share these rows."""
     assert sharing_of("dense", 1, 128, 5760, 132) == "weights"
     assert sharing_of("dense", 16, 640, 3584, 132) == "weights"
     assert sharing_of("dense", 16, 641, 5760, 132) == "activations"
@@ -385,7 +387,7 @@ def test_how_clusters_split_the_work() -> None:
     assert sharing_of("dense", 8, 128, 3583, 132) == ""
     assert sharing_of("dense", 16, 131, 64, 132) == ""  # one CTA of a pair would have no weight row
     assert sharing_of("mxfp4", 16, 128, 5760, 132) == ""
-    # Whole rows of activations do not fit into shared memory.
+    # With k = 16384, whole rows of activations do not fit into shared memory.
     assert sharing_of("dense", 16, 5120, 8192, 132) == "activations"
     assert sharing_of("dense", 16, 5120, 16384, 132) == ""
     for quads in range(CLUSTER * (CLUSTER - 1), 200):
@@ -394,7 +396,8 @@ def test_how_clusters_split_the_work() -> None:
 
 
 def test_which_rows_are_split() -> None:
-    """The CTAs of a cluster can process a whole weight row of this length. Longer rows, or more rows, use the other kernel."""
+    """Asserts that the kernel that splits k supports weight rows of up to 8192 elements. Longer rows, or more rows, use the other
+    kernel."""
     for m, k in itertools.product((1, 8, 9, 16), (8, 2880, 7168, 8192)):
         assert is_split(m, MOST_ROWS, 2 * k)
         config = split_of("bfloat16", "bfloat16", m, 2 * k)
@@ -406,7 +409,7 @@ def test_which_rows_are_split() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
-    """Records the configurations and arguments of launches. Tensors are checked in the same way as by compiled programs."""
+    """Records the configurations and arguments of launches. Checks tensors in the same way as compiled programs."""
     found: list[tuple[Any, tuple[Any, ...]]] = []
 
     def record(program: Any, config: Any) -> Any:
@@ -447,7 +450,7 @@ def test_used_programs_are_compiled_ahead_of_time(asked: list[tuple[Any, tuple[A
 
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, SINGLE], ids=str)
 def test_other_layouts(asked: list[tuple[Any, tuple[Any, ...]]], bias: torch.dtype | None) -> None:
-    """If PyTorch's GEMM supports a layout, the call runs on PyTorch. Otherwise, the weights are copied."""
+    """Asserts that a call runs on PyTorch's GEMM if this GEMM supports the layout. Otherwise, the weights are copied."""
     device = torch.device("cpu")
     a, weight = (_numbers(device, rows, 72, dtype=torch.bfloat16) for rows in (5, 30))
     given = None if bias is None else _numbers(device, 60, dtype=bias)[::2]
@@ -470,8 +473,8 @@ def test_other_layouts(asked: list[tuple[Any, tuple[Any, ...]]], bias: torch.dty
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scales_are_passed_by_address(asked: list[tuple[Any, tuple[Any, ...]]], name: str) -> None:
-    """Scales are passed by address, with strides of 0 if one scale applies to all elements. The programs are those that are
-    compiled ahead of time."""
+    """Asserts that scales are passed by address, with strides of 0 if one scale applies to all elements, and that programs are
+    among those compiled ahead of time."""
     device = torch.device("cpu")
     for dtype, m, n in itertools.product(_dtypes(name), (1, 16), (100, 5120)):
         arguments = _scaled(device, name, m, 320, n, dtype)

@@ -1,4 +1,4 @@
-"""GEMMs of many rows with two fp8 operands, compared with the reference. The tests run on the emulator if there is no GPU."""
+"""Tests GEMMs of many rows with two fp8 operands against the reference. The tests run on the emulator if there is no GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCALES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 
 @pytest.fixture(params=["gpu", "emulator"])
 def sm(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The device: a GPU, or an emulated device that runs only two clusters, so that each cluster has several tiles."""
+    """Yields the device: a GPU, or an emulated device that runs only two clusters, so that each cluster has several tiles."""
     if request.param == "gpu":
         with fresh(module._launch_of):
             yield request.getfixturevalue("sm90")
@@ -54,7 +54,7 @@ def arguments_of(device: torch.device, name: str, m: int, k: int, n: int, **opti
 
 
 def check(arguments: dict[str, Any], **changes: Any) -> Tensor:
-    """Compares the total error, and the error of the worst element."""
+    """Calls the kernel, and checks the total error and the error of the worst element against the reference."""
     bias = None if arguments["bias"] is None else arguments["bias"].float()
     wanted = operator(**{**arguments, "out": None, "out_dtype": SINGLE, "bias": bias}, solution="reference").double()
     out = torch.full(wanted.shape, torch.nan, dtype=BF16, device=wanted.device)
@@ -81,7 +81,8 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("name", SCALES)
 def test_scales(sm: torch.device, name: str) -> None:
-    """Some tiles are partly filled, some have a second half past all columns, and the last block is short."""
+    """Tests sizes at which some tiles are partly filled, the second half of some tiles is past all columns, and the last block is
+    short."""
     arguments = arguments_of(sm, name, 600, 416, 520, bias=BF16)
     assert kind_of(arguments["b"], arguments["a_scale"], arguments["b_scale"]) == SCALES[name][1]
     assert torch.equal(check(arguments), check(arguments))
@@ -99,8 +100,8 @@ def test_biases(sm: torch.device, bias: Any) -> None:
 
 
 def test_other_strides_and_alignments(sm: torch.device) -> None:
-    """Weights are contiguous along n, rows have gaps, scales have any strides, and the result has gaps. Some of these tensors are
-    copied."""
+    """Tests weights that are contiguous along n, rows with gaps, scales with any strides, and a result with gaps. The launcher
+    copies some of these tensors."""
     arguments = arguments_of(sm, "rows of 128", 140, 272, 136)
     gaps = torch.zeros(140, 280, dtype=torch.float8_e4m3fn, device=sm)
     gaps[:, :272] = arguments["a"]
@@ -118,7 +119,7 @@ def test_no_rows(sm: torch.device) -> None:
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("name", ["blocks, e8m0", "rows of 128", "blocks of 64"])
 def test_nothing_is_read_before_it_is_there(name: str) -> None:
-    """Copies and wgmmas complete as late as possible, or at random times."""
+    """Tests copies and wgmmas that complete as late as possible, or at random times."""
     arguments = arguments_of(torch.device("cpu"), name, 530, 1440, 520)
     for options in ({"copies": "late"}, {"seed": 2}, {"seed": 3}):
         with emulated(module._launch_of, 4, **options):
@@ -126,7 +127,7 @@ def test_nothing_is_read_before_it_is_there(name: str) -> None:
 
 
 def test_infinities_stay_in_their_rows(sm: torch.device) -> None:
-    """An e8m0 scale may be NaN. Then only its row of results is NaN."""
+    """Asserts that a NaN e8m0 scale makes only its row of results NaN."""
     arguments = arguments_of(sm, "blocks, e8m0", 140, 272, 136)
     arguments["a_scale"] = arguments["a_scale"].clone()
     arguments["a_scale"].view(torch.uint8)[3, 1] = 255
@@ -150,7 +151,8 @@ def test_every_program_that_is_chosen_is_compiled_ahead(served: Supported) -> No
 
 @pytest.mark.parametrize("served", SUPPORTED, ids=lambda served: served.name)
 def test_declared_scales_are_those_of_the_programs(served: Supported) -> None:
-    """For the scales of each line of the table, `kind_of` returns this line. No format is declared twice."""
+    """Asserts for each line of `SUPPORTED` that the declared formats include those of calls with these scales, and that no format
+    is declared twice."""
     own = {name for name, (_, kind) in SCALES.items() if kind[:3] == (served.scales, served.stored, served.block)}
     signatures = {operator.operator.request(arguments_of(torch.device("cpu"), name, 40, 416, 520)).signature for name in own}
     assert signatures
@@ -159,7 +161,7 @@ def test_declared_scales_are_those_of_the_programs(served: Supported) -> None:
 
 
 def test_shared_memory_of_every_program() -> None:
-    """Operands, results, scales and barriers fit into shared memory."""
+    """Asserts that operands, results, scales and barriers fit into shared memory."""
     for config in every_config():
         side = 4 * config.columns + 16 * (config.stages + 1)
         scales = 4 * config.stages * config.parts * config.columns if config.scales == "column" else 0
@@ -168,7 +170,7 @@ def test_shared_memory_of_every_program() -> None:
 
 
 def test_steps_of_packed_scales() -> None:
-    """The strides are in bytes: four packed exponents are consecutive bytes."""
+    """Asserts that strides of scales are in bytes: four packed exponents are consecutive bytes."""
     packed = torch.zeros(3, 5, dtype=torch.int32).t()
     assert steps_of(packed, 0)[1:] == (4 * packed.stride(1), 4 * packed.stride(0), 1)
     single = torch.zeros(6, 7)

@@ -1,4 +1,4 @@
-"""GEMMs of few rows, executed without a GPU: the emulator runs small GEMMs with the PTX that a GPU would run."""
+"""Tests GEMMs of few rows without a GPU: the emulator runs small GEMMs with the PTX that a GPU would run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import SplitConfig, spli
 
 CPU = torch.device("cpu")
 BF16, F16, SINGLE = torch.bfloat16, torch.float16, torch.float32
-# Formats of operands, and the result's dtype.
+# By name: a function that draws operands in a format, and the result's dtype.
 CALLS = {
     "dense bfloat16": (partial(dense, bias=BF16), BF16),
     "dense float16": (partial(dense, dtype=F16, bias=SINGLE), F16),
@@ -46,7 +46,7 @@ TOLERANCE = {BF16: 4.5e-3, F16: 6e-4, SINGLE: 1e-5}
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns the PTX of a program, compiled once."""
+    """Returns a function that compiles a program once and returns its PTX."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -67,7 +67,7 @@ def bytes_of(x: Tensor) -> Any:
 def table_of(memory: Memory, scale: Tensor | None) -> list[int]:
     if scale is None:
         return [0, 0, 0]
-    stored = scale.mT if scale.ndim == 2 else scale  # `mm` receives scales that are stored transposed
+    stored = scale.mT if scale.ndim == 2 else scale  # callers of `mm` store two-dimensional scales transposed
     row, column = (scale.mT.contiguous().mT.stride()) if scale.ndim == 2 else (0, 0)
     return [memory.put(bytes_of(stored)), row, column]
 
@@ -107,7 +107,8 @@ def _check(memory: Memory, out: int, given: dict[str, Any], dtype: torch.dtype, 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 288, 8), (16, 4360, 13), (9, 72, 3)])
 def test_split_rows(texts: Any, m: int, k: int, n: int) -> None:
-    """The CTAs of a cluster split k. Some CTAs have no part of k, some rows do not exist, and warps have several 64-byte parts."""
+    """Tests clusters whose CTAs split k. Some CTAs have no part of k, some rows do not exist, and warps have several 64-byte
+    parts."""
     name = "dense bfloat16" if n > 8 else "dense float16"
     made, dtype = CALLS[name]
     given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, 0))
@@ -127,14 +128,15 @@ def test_split_rows(texts: Any, m: int, k: int, n: int) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kind_of_weights(texts: Any, name: str) -> None:
-    """Two CTAs have different numbers of rows. A tile is partly filled, and a row ends within a stage."""
+    """Tests two CTAs with different numbers of rows, a partly filled tile, and rows that end within a stage."""
     run(texts, name, 3, 288, 21, 2)
     run(texts, name, 11, 96, 9, 1)
 
 
 @pytest.mark.parametrize("m", [2, 9])
 def test_several_groups_and_chunks(texts: Any, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial sums of a row's chunks are accumulated, and each group's activations are loaded again."""
+    """Tests rows of several chunks, whose partial sums are accumulated, and several groups, which each load the activations
+    again."""
     layout = layout_of(config_of("bfloat16", "dense", "none", "bfloat16", m), m, 4608)
     assert layout is not None
     short = dataclasses.replace(layout, chunk_bytes=2048, stages=2)
@@ -145,7 +147,7 @@ def test_several_groups_and_chunks(texts: Any, m: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize("n", [7, 39])
 def test_clusters(texts: Any, m: int, n: int) -> None:
-    """The CTAs of a cluster split k, and the last CTA has less of each row. Some CTAs have no rows to write."""
+    """Tests a cluster whose CTAs split k. The last CTA has a shorter part of each row, and some CTAs have no rows to write."""
     run(texts, "dense bfloat16", m, 1856, n, CLUSTER, "weights")
 
 
@@ -154,6 +156,6 @@ def test_two_clusters(texts: Any) -> None:
 
 
 def test_pairs(texts: Any) -> None:
-    """Two CTAs multicast the activations to each other."""
+    """Tests clusters of two CTAs that multicast the activations to each other."""
     run(texts, "dense bfloat16", 11, 288, 21, 4, "activations")
     run(texts, "dense float16", 16, 1056, 9, 2, "activations")

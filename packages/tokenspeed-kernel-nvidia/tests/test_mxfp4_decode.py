@@ -1,4 +1,4 @@
-"""The instructions that dequantise mxfp4 weights are executed one by one, and compared with the layout's definition."""
+"""Tests the instructions that dequantise mxfp4 weights. They are executed one by one, and compared with the layout's definition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .test_mxfp4_layout import MAGNITUDE_OF, MAGNITUDES, SIGN_OF
 
 def words(count: int) -> Tensor:
     random = torch.Generator().manual_seed(3)
-    every = torch.arange(1 << 16)  # all values in one half of a word, with arbitrary bits in the other half
+    every = torch.arange(1 << 16)  # all values of one half of a word, with random bits in the other half
     other = torch.randint(0, 1 << 16, (count, 2, 1 << 16), generator=random)
     return torch.cat(((every | other[:, 0] << 16).flatten(), (every << 16 | other[:, 1]).flatten()))
 
@@ -49,7 +49,7 @@ def test_every_word(kind: str) -> None:
 
 
 def test_bytes_of_e5m2() -> None:
-    """Tests the values of all words. Each value must be in the byte that `decode_e5m2` documents."""
+    """Tests the fp8 values of all words. Each value must be in the byte that the docstring of `decode_e5m2` states."""
     word = words(2)
     rows = execute(device.E5M2, word)
     for register in range(4):
@@ -57,7 +57,7 @@ def test_bytes_of_e5m2() -> None:
             bits = word >> 16 * element
             sign = 1 - 2 * ((bits >> SIGN_OF[register]) & 1)
             wanted = sign * MAGNITUDES[(bits >> MAGNITUDE_OF[register]) & 7] * 2.0**-14
-            place = 2 * element + register // 2  # the index among elements 0, 8, 1, 9
+            place = 2 * element + register // 2  # the byte's index: the bytes hold elements 0, 8, 1, 9
             got = (rows[register % 2] >> 8 * place & 0xFF).to(torch.uint8).view(torch.float8_e5m2).float()
             assert torch.equal(got, wanted)
 
@@ -80,6 +80,6 @@ def test_scaled_bytes(pairs: str) -> None:
                 sign = 1 - 2 * ((bits >> SIGN_OF[register]) & 1)
                 wanted = sign * MAGNITUDES[(bits >> MAGNITUDE_OF[register]) & 7].double() * torch.exp2(field - 253)
                 wanted = torch.where(field > 0, wanted, 0.0)
-                place = 2 * element + register // 2  # the index among elements 0, 8, 1, 9
+                place = 2 * element + register // 2  # the byte's index: the bytes hold elements 0, 8, 1, 9
                 got = (rows[register % 2] >> 8 * place & 0xFF).to(torch.uint8).view(torch.float8_e5m2).double()
                 assert torch.equal(got, wanted)

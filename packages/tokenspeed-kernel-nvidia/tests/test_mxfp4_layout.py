@@ -1,4 +1,4 @@
-"""The layout of mxfp4 expert weights for Hopper, compared with the canonical layout, element by element."""
+"""Tests the layout of mxfp4 expert weights for Hopper against the canonical layout, element by element."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def read_back(arranged: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns weights ``[experts, rows of strips, k]`` and biases, read element by element as the layout's docstring defines."""
+    """Reads arranged weights element by element, as the layout's docstring defines. Returns weights ``[experts, rows of strips,
+    k]`` and biases."""
     experts, panels, _ = arranged.shape
     strips = 4 * panels
     head = arranged[:, :, :512].contiguous().view(torch.float32).view(experts, strips, 2, 16)
@@ -89,7 +90,7 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
 
     w13, b13 = read_back(arranged.w13_weight, hidden)
     feature, ups = torch.arange(intermediate), torch.arange(intermediate * 2)
-    at = feature // 8 * 16 + feature % 8  # the row of a feature's gate; the row of its up is eight rows further
+    at = feature // 8 * 16 + feature % 8  # the row of each feature's gate; its up is eight rows below
     gates = ups[::2] if interleaved else ups[:intermediate]
     others = ups[1::2] if interleaved else ups[intermediate:]
     assert weights.w13_weight_scale is not None
@@ -130,7 +131,7 @@ def test_a_scale_that_is_nan_makes_its_row_nan_alone() -> None:
 
 
 def most_allocated(function: Callable[[], Any]) -> tuple[int, Any]:
-    """Returns the peak size of a function's CPU tensors in bytes, and the function's result."""
+    """Calls a function. Returns the peak size of its CPU tensors in bytes, and its result."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = function()
     events = sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns())
@@ -139,7 +140,8 @@ def most_allocated(function: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def test_memory_beside_what_is_kept() -> None:
-    """A layer is prepared a few experts at a time, so temporary memory is always smaller than the result."""
+    """Asserts that the temporary memory of a preparation is small beside the result. A layer is prepared a few experts at a
+    time."""
     experts, size = 64, 192
 
     def projection(rows: int) -> tuple[Tensor, Tensor, Tensor]:

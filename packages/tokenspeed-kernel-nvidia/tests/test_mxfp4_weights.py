@@ -1,4 +1,4 @@
-"""The choice of each expert's format when mxfp4 weights are prepared for fp8 activations."""
+"""Tests which format each expert gets when mxfp4 weights are prepared for fp8 activations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def test_experts_with_scales_far_apart() -> None:
     w13 = torch.full((4, 6, 3), 120, dtype=torch.uint8)
     w2 = torch.full((4, 5, 2), 100, dtype=torch.uint8)
-    w13[0, 2, 1] += OCTAVES  # the largest distance of scales that float8_e5m2 can represent
+    w13[0, 2, 1] += OCTAVES  # the largest distance between a row's scales that float8_e5m2 can represent
     w13[1, 5, 0] -= OCTAVES + 1
     w2[3, 4, 1] += OCTAVES + 1
     assert exact_experts(w13, w2).tolist() == [1, 0, 1, 0]
@@ -78,7 +78,8 @@ def test_a_card_of_many_names_some() -> None:
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("inexact", [[], [2]], ids=["all exact", "some not"])
 def test_calls_say_whether_experts_are_exact(inexact: list[int]) -> None:
-    """The card is in the explanation, and the trait is in the request. So a kernel with fp8 MMAs only is rejected."""
+    """Asserts that the explanation shows the card of the weights, and that the request has the trait ``inexact_experts``. So a
+    kernel with fp8 MMAs only is rejected."""
     folding = "folding_moe_apply"
     layer = RandomLayer(CPU, 5, 2, 96, 64, activation_dtype="fp8", **GPT_OSS)
     layer.spread_scales(inexact)

@@ -1,4 +1,4 @@
-"""The package apart from the kernels: imports, and errors for invalid calls and for other machines."""
+"""Tests the package without running kernels: imports, and errors for invalid calls and on other machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BFLOAT16, INT32 = torch.bfloat16, torch.int32
 
 
 def _python(code: str) -> str:
-    """Returns the output of a new interpreter that finds the package and its requirements."""
+    """Runs code in a new interpreter that finds the package and its requirements. Returns the output."""
     base = Path(tokenspeed_kernel_base.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PACKAGE.parent, base)))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
@@ -70,7 +70,7 @@ def test_nothing_imports_the_core() -> None:
 
 
 def test_every_module_is_scanned_or_device_code() -> None:
-    """Every kernel is found, because every module is either scanned or device code."""
+    """Asserts that every module is either scanned for kernels or device code. So every kernel is found."""
     modules = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -105,7 +105,7 @@ def test_functions_are_the_operators(name: str) -> None:
 
 
 def _edges(path: Path) -> set[str]:
-    """Returns the modules of this package that a file imports, inside functions too."""
+    """Returns the modules of this package that a file imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PACKAGE.name):
@@ -126,7 +126,7 @@ def test_no_modules_import_each_other() -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Returns a function that fakes the installed versions of distributions."""
+    """Yields a function that fakes the installed versions of distributions."""
 
     def pretend(**versions: str | None) -> None:
         def version(name: str) -> str:
@@ -216,7 +216,7 @@ def _arguments(name: str, **changed: Any) -> dict[str, Any]:
     ],
 )
 def test_wrong_arguments(name: str, changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    """The operator's checks reject wrong arguments on any machine, before the platform is checked."""
+    """Asserts that wrong arguments are rejected on any machine. The operator checks arguments before the platform is checked."""
     with pytest.raises(error, match=f"^{name}: .*{message}"):
         getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name, **changed))
 

@@ -1,4 +1,4 @@
-"""``tokenspeed-kernel pack``: a pack is built and checked without a GPU. Then its programs are used under the policy ``forbid``."""
+"""Tests ``tokenspeed-kernel pack``: builds and checks a pack without a GPU, then uses its programs under the policy ``forbid``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
     assert {Path(name).suffix for name in manifest["files"]} == {".json", ".ptx", ".cubin", ".so"}
     assert "is not empty" in pack("build", tmp_path / "calls", "--arch", "sm_90a", "-o", folder, code=2)
 
-    # Another process has empty caches and must not compile.
+    # As in another process, caches are empty now. No call may compile.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("TOKENSPEED_KERNEL_PROGRAMS", str(tmp_path / "programs"))
     monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", str(folder))
@@ -81,8 +81,8 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
     with tk.shape_capture(tmp_path / "more"):
         norm(64)
         norm(128)
-    # A copy is damaged. This process has loaded the pack's library, and TVM FFI maps the file of every loaded library again when it
-    # reports an error: an empty file ends the process with SIGBUS.
+    # Damage a copy of the pack, not the pack. This process has loaded the pack's library. When TVM FFI reports an error, it maps
+    # the file of every loaded library again, and an empty file ends the process with SIGBUS.
     copy = shutil.copytree(folder, tmp_path / "copy")
     (program,) = (copy / "cutedsl").iterdir()
     program.write_bytes(b"")
@@ -94,7 +94,8 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_pack_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration alone is enough: each call of its steps is compiled, and another process finds all programs."""
+    """Asserts that a model's configuration is enough for a pack: the pack has the programs of all calls of the model's steps, and
+    another process finds them."""
     config = {
         "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
@@ -137,7 +138,7 @@ print(len(tk.compilations()))
 
 
 def test_a_gpu_runs_from_a_pack_under_forbid(sm90: torch.device, tmp_path: Path) -> None:
-    """The pack is built without the GPU, and the serving process has empty caches."""
+    """Builds the pack without the GPU. The process that then runs the calls has empty caches."""
 
     def serve(place: str, *arguments: str, **settings: str) -> int:
         """Runs a process with separate caches, and returns its number of compilations."""
@@ -158,8 +159,8 @@ def test_a_gpu_runs_from_a_pack_under_forbid(sm90: torch.device, tmp_path: Path)
 
 @pytest.mark.parametrize("activation_dtype", ["none", "fp8"])
 def test_weights_are_prepared_by_shape(activation_dtype: str) -> None:
-    """Without values, prepared weights have the shapes, strides and dtypes of real ones. If preparation reads values, it runs on
-    real weights."""
+    """Asserts that weights prepared without values have the shapes, strides and dtypes of weights with values. If a preparation
+    reads values, it runs on weights with values."""
     op = get_operator("moe_apply")
     spec = KernelRegistry.get().get_by_name("cutedsl_moe_apply_mxfp4", str(op))
     case = next(case for case in op.all_cases() if not case.large and case.build("cpu")["plan"].weight_format == "mxfp4")

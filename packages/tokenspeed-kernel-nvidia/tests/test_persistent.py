@@ -1,4 +1,4 @@
-"""Layers of a decode step in one persistent launch, on the emulator, compared with float64; and the launcher's checks."""
+"""Tests layers of a decode step in one persistent launch, on the emulator, against float64. Also tests the launcher's checks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Model:
         return torch.randn(shape, generator=self.random, device=self.random.device).to(BF16)
 
     def run(self, ctas: int | None = None, launches: int = 1, **options: Any) -> tuple[Tensor, PersistentLayers]:
-        """Returns the outputs of all layers, after some launches, and the object that was launched."""
+        """Launches the layers some times. Returns the outputs of all layers, and the launch object."""
         layers = PersistentLayers(self.weights, self.attended, self.plan, ctas=ctas, **options)
         out = torch.full((*self.attended.shape[:2], self.plan.hidden_size), torch.nan, dtype=BF16, device=self.attended.device)
         for _ in range(launches):
@@ -70,7 +70,7 @@ class Model:
         return out, layers
 
     def check(self, out: Tensor) -> None:
-        """Compares each layer's output with float64, which starts from the preceding layer's actual output."""
+        """Compares each layer's output with a float64 computation that starts from the kernel's output of the preceding layer."""
         residual = self.residual
         for weights, layer, attended, got in zip(self.weights, self.experts, self.attended, out, strict=True):
             projected = (attended.double() @ weights.projection.double().t() + weights.projection_bias.double()).to(BF16)
@@ -78,12 +78,13 @@ class Model:
             scale = (total.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
             normed = (total.double() * scale * weights.norm.double()).to(BF16)
             logits = (normed.double() @ weights.router.double().t() + weights.router_bias.double()).to(BF16)
-            # The smaller expert wins if logits are equal.
+            # Among equal logits, the expert with the lower id comes first.
             largest, ids = (each[:, : self.plan.top_k] for each in logits.double().sort(stable=True, descending=True))
             expert = moe_apply.operator.body(normed.double(), layer.given, largest.softmax(-1).float(), ids.int(), self.plan)
             error = (got.double() - total.double() - expert).abs()
             assert not error.isnan().any()
-            # Activations, the experts' sum and the output are rounded to bfloat16. The sum over few activations keeps their errors.
+            # Activations, the experts' sum and the output are rounded to bfloat16. The errors of so few activations do not average
+            # out.
             size, eps = torch.maximum(expert.abs(), total.double().abs()), torch.finfo(BF16).eps
             assert error.max() <= 2 * eps * size.max()
             assert error.square().mean().sqrt() <= 0.8 * eps * size.square().mean().sqrt()
@@ -99,20 +100,21 @@ def hopper() -> Any:
     return emulator.emulated_sm90
 
 
-# The emulator runs CTAs in order if there is no seed, and spends millions of instructions on polls.
+# All cases have a seed. Without a seed, the emulator runs CTAs in order, and polls take millions of instructions.
 @pytest.mark.parametrize(
     ("sizes", "ctas", "room"),
     [
         ((1, 2, 64, 96, 8, 2, 512), 3, 1),
         ((3, 2, 96, 64, 8, 4, 1024), 4, 8),
         ((8, 1, 64, 64, 16, 4, 512), 5, 8),
-        ((4, 1, 96, 64, 8, 2, 4096), 4, 8),  # more stages of the projection than the ring buffer has
+        ((4, 1, 96, 64, 8, 2, 4096), 4, 8),  # the projection has more stages than the ring buffer
         pytest.param((8, 2, 192, 160, 128, 4, 1536), 11, 8, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, room: int) -> None:
-    """Warps and copies run at random times, or copies as late as permitted. The bits are the same, also in a second launch."""
+    """Runs warps and copies at random times, then copies as late as permitted. All results must be bitwise equal, also those of a
+    second launch."""
     model = Model(*sizes)
     found = []
     for options in ({"seed": 1}, {"seed": 2}, {"seed": 3, "copies": "late"}):
@@ -128,7 +130,7 @@ def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, room: int) -> No
 @pytest.mark.parametrize("options", [{}, {"exchange": "counter"}, {"cooperative": True}], ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_layers_on_the_device(sm90: torch.device, tokens: int, options: dict[str, Any]) -> None:
-    """Launches and replays of a graph have the same bits."""
+    """Asserts that launches and replays of a graph give bitwise equal results."""
     model = Model(tokens, 3, 2880, 2880, 32, 4, 4096, sm90)
     out, launched = model.run(config=config_of(tokens, **options), ahead=1 << 16)
     assert not launched.failed
@@ -149,7 +151,7 @@ def test_layers_on_the_device(sm90: torch.device, tokens: int, options: dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"exchange": "counter"}, {"slab": 5}, {"most": 9}, {"cooperative": True}], ids=str)
 def test_variants(hopper: Any, options: dict[str, Any]) -> None:
-    """The variants that the benchmark measures. All have the same bits."""
+    """Asserts that the variants which the benchmark measures give bitwise equal results."""
     model = Model(2, 2, 64, 96, 8, 2, 512)
     with hopper(seed=1):
         out, launched = model.run(3, config=config_of(2, **options), ahead=4096)
@@ -160,7 +162,8 @@ def test_variants(hopper: Any, options: dict[str, Any]) -> None:
 
 
 def test_trace(hopper: Any) -> None:
-    """Each CTA stores all events of each layer in order, and the trace changes no bits."""
+    """Asserts that each CTA stores all events of each layer in order, and that results are bitwise equal with and without the
+    trace."""
     model = Model(1, 3, 96, 96, 8, 2, 512)
     with hopper(seed=1):
         out, launched = model.run(4, launches=2, config=config_of(1, trace=True))
@@ -180,7 +183,7 @@ def test_trace(hopper: Any) -> None:
 
 
 def test_waits_give_up(hopper: Any) -> None:
-    """A launch whose waits may poll only once ends, and says that it has failed."""
+    """Asserts that a launch whose waits may poll only once ends, and is marked as failed."""
     model = Model(1, 2, 64, 96, 8, 2, 512)
     with hopper(seed=1):
         _, launched = model.run(3, polls=1)

@@ -1,4 +1,4 @@
-"""Full causal attention of whole sequences, and of new tokens to a paged cache, compared with float32."""
+"""Tests full causal attention of whole sequences, and of new tokens to a paged cache, against float32."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _extend(
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_cta_fits_on_an_sm(head_dim: int) -> None:
     config = Config("bfloat16", head_dim, 8)
-    rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n + config.block_m  # q, k and v, out
+    rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n + config.block_m  # of q, of k and v, of out
     assert 2 * head_dim * rows + 2048 <= SHARED_MEMORY
     warpgroups = config.block_m // 64
     assert 128 * (warpgroups * config.consumer_registers + config.producer_registers) <= REGISTERS
@@ -126,7 +126,8 @@ def test_thousands_of_sequences(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_scores_that_grow_rescale_the_sums(sm90: torch.device, head_dim: int) -> None:
-    """The norms of keys grow toward the first key, so the row max rises in most blocks."""
+    """Tests keys whose norms grow toward the first key. The kernel processes keys from last to first, so the row max rises in most
+    blocks."""
     q, k, v = oracle.ragged([900], 16, 2, head_dim, BF16, sm90)
     q, k = 4 * q, k * torch.linspace(6, 0.2, 900, device=sm90, dtype=BF16)[:, None, None]
     got = mha_prefill(q, k, v, oracle.offsets([900], sm90), return_lse=True)

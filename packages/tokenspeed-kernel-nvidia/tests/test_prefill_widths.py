@@ -1,4 +1,4 @@
-"""Prefill and extend with head dims other than 64 and 128, with logit caps, and of MLA, compared with float32."""
+"""Tests prefill and extend with head dims other than 64 and 128, with logit caps, and MLA prefill, against float32."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_extend(
     is_causal: bool = True,
     **options: Any,
 ) -> None:
-    """Compares extend with float32 in the same way. Slots without a token are NaN."""
+    """Compares extend with float32, and fails if rows or LSEs differ. Slots without a token are NaN."""
     case = oracle.paged(q_lens, kv_lens, *heads, widths[0], page_size, BF16, device, sum(kv_lens), widths[1])
     out = case.v_cache.new_full((*case.q.shape[:2], widths[1]), math.nan)
     got = mha_extend_with_kvcache(
@@ -67,7 +67,7 @@ def check_extend(
 
 
 def check_latent(device: torch.device, q_lens: list[int], kv_lens: list[int], heads: int, is_causal: bool, **options: Any) -> None:
-    """Compares MLA of tokens to the keys of other tokens with float32."""
+    """Compares MLA prefill of tokens to the keys of other tokens with float32."""
     q, k, v = oracle.ragged([max(sum(q_lens), sum(kv_lens))], heads, heads, 192, BF16, device)
     q, k, v = q[: sum(q_lens)], k[: sum(kv_lens)], v[: sum(kv_lens), :, :128]
     got = mla_prefill(

@@ -1,4 +1,4 @@
-"""The compile cache: its key, concurrent compilation, and damaged files.
+"""Tests the compile cache: its key, concurrent compilation, and damaged files.
 
 The tests use a kernel of a few lines. It is compiled for sm_90a, which needs CuteDSL but no GPU. The tests recognise a loaded
 program by its error messages for wrong arguments, and launch it if there is an sm_90.
@@ -127,7 +127,7 @@ def scaling(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def fresh(module: Any) -> Any:
-    """Returns the program in the state of a new process, in which nothing is loaded."""
+    """Returns a new `Program` like that of ``module``, which has loaded nothing yet, as in a new process."""
     program = module.scale
     return _programs.Program(program._declaration, program.arch, program.configs)
 
@@ -139,7 +139,7 @@ def compiled(folder: Path) -> int:
 
 
 def works(launch: Any) -> bool:
-    """Checks that a launch function is the compiled kernel, which rejects a CPU tensor with its own error message."""
+    """Asserts that a launch function is the compiled kernel: it rejects a CPU tensor with the kernel's error message."""
     x = torch.zeros(4)
     with pytest.raises(ValueError, match=r"x: Tensor\(\[n0\], float32\)"):
         launch(x, x, 4)
@@ -273,7 +273,8 @@ def test_off_keeps_nothing(scaling: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 @needs_dsl
 def test_a_backend_stands_in_for_the_gpu(scaling: Any, tmp_path: Path) -> None:
-    """The backend has a separate cache and separate programs. The GPU's programs are the same before and after."""
+    """Asserts that a backend such as an emulator has a separate cache and separate programs, and that the GPU's programs are the
+    same before and after."""
     config, built = scaling.Config(2), []
 
     class Emulator(Backend):
@@ -333,8 +334,8 @@ def test_forbid_allows_cached_programs_and_stops_others_before_the_compiler(scal
 
 @needs_dsl
 def test_programs_come_from_packs_first(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds even if nothing can be cached. If a file is damaged, or a pack is of another compiler, a warning names it, and the
-    program is compiled."""
+    """Asserts that programs are loaded from packs first, even if nothing can be cached. If a pack's file is damaged, or the pack
+    was made with another compiler, a warning names it, and the program is compiled."""
     config, pack = scaling.Config(2), tmp_path / "pack"
     fresh(scaling)(config)
     pack.mkdir()
@@ -381,7 +382,7 @@ def test_a_damaged_file_is_kept_aside_and_replaced(scaling: Any, tmp_path: Path,
         "text": b"not a program",
         "longer": whole + b"\0",
     }[damage]
-    path.unlink()  # this process has the old file mapped
+    path.unlink()  # not overwritten: this process has mapped the old file
     path.write_bytes(damaged)
     assert not fresh(scaling).is_kept(config)
     with pytest.warns(storage.StorageWarning, match=rf"{name} is damaged, .* kept as .*{name}\.corrupt"):
@@ -405,7 +406,8 @@ def test_a_whole_file_that_does_not_load_is_replaced(scaling: Any, sources: Path
 
 @needs_dsl
 def test_a_folder_that_cannot_be_written(scaling: Any, tmp_path: Path) -> None:
-    """The folder's path is a file. A read-only folder would not stop root, which can write to read-only folders."""
+    """Puts a file at the path of the cache's folder, so that nothing can be written there. A read-only folder would not stop
+    root."""
     (tmp_path / "cache").write_text("a file")
     storage.warn_once.cache_clear()
     with pytest.warns(storage.StorageWarning, match="compiled programs are not kept in .*cache"):
@@ -450,8 +452,8 @@ def test_a_folder_that_is_read_only(scaling: Any, tmp_path: Path) -> None:
 
 @needs_dsl
 def test_a_writer_that_was_killed_leaves_no_trace(scaling: Any, sources: Path, tmp_path: Path) -> None:
-    """The writer is killed between writing and renaming. Its partial file is not used as a program, and the next writer removes
-    this file."""
+    """Kills a writer between writing and renaming its file. The partial file must not be used as a program, and the next writer
+    must remove this file."""
     config = scaling.Config(2)
     stop = "from pathlib import Path; Path.replace = lambda *_: (print('written', flush=True), sys.stdin.read())\n"
     command = [sys.executable, "-c", stop + ASK, str(HERE), str(sources.parent), "2"]
@@ -499,7 +501,7 @@ def test_it_launches_on_the_current_stream(scaling: Any, sm90: torch.device) -> 
     x = torch.randn(1000, device=sm90)
     y, z = torch.empty_like(x), torch.empty_like(x)
     for config in (scaling.Config(2), scaling.Config(3)):
-        for program in (fresh(scaling), fresh(scaling)):  # the first one compiles, the second one loads
+        for program in (fresh(scaling), fresh(scaling)):  # the first program compiles, the second loads
             program(config)(x, y, 1000)
             assert torch.equal(y, x * config.factor)
     launch = fresh(scaling)(scaling.Config(3))

@@ -1,4 +1,4 @@
-"""The kernel of `rmsnorm_qkv_rope`, executed without a GPU: the emulator runs small calls with the PTX that a GPU would run."""
+"""Tests the kernel of `rmsnorm_qkv_rope` without a GPU: the emulator runs small calls with the PTX that a GPU would run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES, PAGE_SIZE, POSITIONS = 3, 4, 32
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns the PTX of a program, compiled once."""
+    """Returns a function that compiles a program once and returns its PTX."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -112,25 +112,25 @@ def run(
     close(got(out, tokens, columns), found)
     for cache, at in zip(caches, places, strict=True):
         close(got(at, *cache.shape), cache)
-        if slots is not None:  # nothing else was written
+        if slots is not None:  # all other slots are unchanged
             kept = torch.ones(PAGES * PAGE_SIZE, dtype=torch.bool)
             kept[slots[slots >= 0]] = False
             assert torch.equal(got(at, *cache.shape).flatten(0, 1)[kept], cache.flatten(0, 1)[kept])
 
 
 def test_a_token_in_the_cache(texts: Any) -> None:
-    """Two CTAs have different numbers of pairs, and some heads are in both CTAs."""
+    """Tests CTAs with different numbers of pairs of weight rows. Some heads are divided between two CTAs."""
     run(texts, 1, 288, 2, 1, 64, 3, slots=torch.tensor([7]))
 
 
 def test_several_tokens(texts: Any) -> None:
-    """Warps have different tokens; one token is not written."""
+    """Tests several tokens, which different warps process. One token is not written to the cache."""
     run(texts, 3, 96, 2, 1, 64, 5, slots=torch.tensor([5, -1, 0]), index_dtype=torch.int32, norm_dtype=torch.float32)
     run(texts, 8, 1056, 1, 1, 64, 4, residual=False, norm_dtype=torch.float16)
 
 
 def test_several_groups(texts: Any) -> None:
-    """A CTA has more pairs than fit into shared memory at once."""
+    """Tests a CTA with more pairs of weight rows than its shared memory holds at once."""
     assert 2 * GROUP_PAIRS < 64 * 3 // 2
     run(texts, 2, 64, 1, 1, 64, 2, bias=False, slots=torch.tensor([1, 2]))
 

@@ -1,4 +1,4 @@
-"""The kernel of `rmsnorm_qkv_rope`, compared with float64, with more calls than the operator's cases."""
+"""Tests the kernel of `rmsnorm_qkv_rope` against float64, with calls beyond the operator's cases."""
 
 from __future__ import annotations
 
@@ -137,14 +137,15 @@ def test_weights_of_the_norm(sm90: torch.device, norm_dtype: torch.dtype) -> Non
     ids=str,
 )
 def test_tokens_that_are_not_written(sm90: torch.device, index_dtype: torch.dtype, slots: list[int]) -> None:
-    """The slots are negative, but the low 32 bits of some of them are valid slots of the cache."""
+    """Asserts that tokens with negative slots are not written. The low 32 bits of some of these slots are valid slots of the
+    cache."""
     call = Call(sm90, 6, index_dtype=index_dtype)
     call.given["slot_mapping"][1 : 1 + len(slots)] = torch.tensor(slots, dtype=index_dtype, device=sm90)
     call.check()
 
 
 def test_strides(sm90: torch.device) -> None:
-    """Tensors are interleaved in memory or have unaligned rows, and caches have gaps between elements."""
+    """Tests tensors that are interleaved in memory or have unaligned rows, and caches with gaps between elements."""
     for target in ("x", "residual"):
         call = Call(sm90, 4)
         call.check(residual_out=call.given[target])
@@ -173,7 +174,7 @@ def test_the_same_alone_and_with_others(sm90: torch.device) -> None:
 
 
 def test_every_size_has_room() -> None:
-    """Tokens, a ring buffer of several stages, and the barriers with the sums of squares fit into shared memory."""
+    """Asserts that the tokens, a ring buffer of several stages, the barriers and the sums of squares fit into shared memory."""
     assert [config.head_dim for config in every_config()] == list(HEAD_DIMS)
     for tokens, hidden in itertools.product((1, MOST_TOKENS), (8, 2880, MOST_HIDDEN)):
         numbers = launch_parameters_of(QkvConfig("bfloat16", 64), tokens, 5120, hidden, 132)

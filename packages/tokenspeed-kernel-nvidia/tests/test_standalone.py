@@ -1,8 +1,8 @@
 """Builds the wheels and installs them into an empty environment: this package alone first, then tokenspeed-kernel as well.
 
 The new environment links PyTorch, CuteDSL and their requirements from the environment that runs the tests. It links nothing of this
-project: an editable installation is a file of paths (.pth), and such files are not linked. In the new environment, a program is
-compiled for sm_90a, and launched if there is an sm_90.
+project. An editable installation is a file of paths (.pth), and the test does not link such files. In the new environment, a
+program is compiled for sm_90a, and launched if there is an sm_90.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Environment:
         self.site_packages = Path(self.run(purelib).strip())
         for module in ("torch", "nvidia_cutlass_dsl", "tvm_ffi", "numpy"):
             self._link_all_beside(Path(_folder(module)).parent)
-        # CuteDSL's wheel adds its own folder to the path with such a .pth file.
+        # CuteDSL's wheel has a .pth file that adds CuteDSL's folder to the path. This file stands in for it.
         (self.site_packages / "cutedsl.pth").write_text(f"{_folder('cutlass').rpartition('/')[0]}\n")
 
     def _link_all_beside(self, folder: Path) -> None:
@@ -137,7 +137,7 @@ def _build(package: str, where: Path) -> Path:
 
 
 def _printed(text: str) -> dict[str, Any]:
-    """Returns the JSON object that a script printed last."""
+    """Returns the JSON object in the last line that a script printed."""
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
 

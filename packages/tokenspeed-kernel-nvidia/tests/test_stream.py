@@ -1,4 +1,4 @@
-"""MoE experts for few tokens, compared with float32; the choice of programs; and the launcher's arguments."""
+"""Tests MoE experts for few tokens against float32, the choice of programs, and the launcher's arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 class Layer(RandomLayer):
-    """A layer that runs on the kernel for few tokens."""
+    """A layer that calls the kernel for few tokens."""
 
     apply = staticmethod(stream.moe_apply_few)
 
@@ -104,7 +104,7 @@ def test_one_expert_for_all(sm90: torch.device) -> None:
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_few_tokens(sm90: torch.device, dtype: torch.dtype, count: int) -> None:
-    """Tokens may choose an expert twice, and an expert may have two entries."""
+    """Tests tokens that choose an expert twice, and experts with two entries."""
     layer = Layer(sm90, 16, 4, 192, 160, dtype=dtype, **GPT_OSS)
     x, weights, ids = layer.tokens(count)
     layer.check(x, weights, ids)
@@ -117,7 +117,7 @@ def test_few_tokens(sm90: torch.device, dtype: torch.dtype, count: int) -> None:
 
 @pytest.mark.parametrize("pairs", [31, 32, 33])
 def test_lists_of_a_warp_and_of_a_cta(sm90: torch.device, pairs: int) -> None:
-    """One warp sorts up to 32 pairs; all warps of a CTA sort more pairs."""
+    """Tests numbers of pairs around 32. Up to 32 pairs are sorted by one warp, more pairs by all warps of a CTA."""
     layer = Layer(sm90, 24, 1, 96, 64, **GPT_OSS)
     x, weights, ids = layer.tokens(pairs)
     ids[pairs // 2] = -1
@@ -138,8 +138,8 @@ def test_strides(sm90: torch.device, count: int) -> None:
     x, weights, ids = layer.tokens(count)
     wanted = layer.wanted(x, weights, ids)
     weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
-    # The first case has aligned rows. The second has slices that begin between multiples of 16 bytes. In the third, the pitch of
-    # rows is not a multiple of 16 bytes.
+    # In the first case, rows are aligned. In the second, rows begin at addresses that are not multiples of 16 bytes. In the third,
+    # the pitch of rows is not a multiple of 16 bytes.
     for first, width in ((8, 400), (3, 400), (8, 397)):
         wide_x, wide_out = (torch.full((count, width), 7.0, dtype=x.dtype, device=sm90) for _ in range(2))
         wide_x[:, first : first + 192] = x
@@ -153,8 +153,8 @@ def test_strides(sm90: torch.device, count: int) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("options", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
 def test_rows_of_zeros_and_with_an_outlier(sm90: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """The kernel scales each row by the row's amax. This amax may be far from other rows' amax, and from the other elements of the
-    row."""
+    """Tests rows of zeros, and outliers. The kernel scales each row by the row's amax. This amax may be far from other rows' amax,
+    and from the other elements of the row."""
     layer = Layer(sm90, 4, 4, 96, 160, dtype=dtype, **options)
     x, weights, ids = layer.tokens(9)
     x[2] = 0
@@ -164,7 +164,7 @@ def test_rows_of_zeros_and_with_an_outlier(sm90: torch.device, dtype: torch.dtyp
     got, wanted = layer.run(x, weights, ids), layer.wanted(x, weights, ids)
     if not options:
         assert (got[2] == 0).all()
-    if dtype == torch.float16 and not options:  # so small that float16 represents it with fewer bits
+    if dtype == torch.float16 and not options:  # row 6: too small for float16's full precision
         x, got, wanted = (torch.cat((rows[:6], rows[7:])) for rows in (x, got, wanted))
     for row in range(len(x)):
         compare(got[row : row + 1], wanted[row : row + 1])
@@ -220,7 +220,8 @@ def test_same_bits_every_time(sm90: torch.device) -> None:
 def test_fp8_activations(
     sm90: torch.device, experts: int, hidden: int, intermediate: int, top_k: int, counts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """The error is smaller than that of the other kernels, which round activations to 16 bits before they quantise them."""
+    """Asserts that the error is smaller than that of the other kernels, which round activations to 16 bits before they quantise
+    them."""
     layer = Layer(sm90, experts, top_k, hidden, intermediate, dtype=dtype, activation_dtype="fp8", **GPT_OSS)
     layer.spread_scales([1])
     for count in counts:
@@ -253,14 +254,14 @@ def _capture(layer: Layer, call: tuple[Tensor, Tensor, Tensor]) -> tuple[torch.c
 
 
 def _change(layer: Layer, call: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Writes other tokens and other experts, some of them skipped, to the memory that a graph reads."""
+    """Writes other tokens, weights and expert ids to the memory that a graph reads. Some of the ids are negative."""
     x, weights, ids = layer.tokens(len(call[0]))
     for old, new in zip(call, (x, weights, torch.where(ids > 3, ids, -1)), strict=True):
         old.copy_(new)
 
 
 def test_two_graphs(sm90: torch.device) -> None:
-    """The graphs run in turn on one stream, and then at once on two streams, beside calls without a graph."""
+    """Replays two graphs in turn on one stream, and then at once on two streams, beside calls without a graph."""
     layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
     calls = [layer.tokens(24) for _ in range(3)]
     layer.run(*calls[2])
@@ -291,7 +292,8 @@ def test_two_graphs(sm90: torch.device) -> None:
 
 
 def test_two_streams(sm90: torch.device) -> None:
-    """Launches on both streams wait until all launches are queued, and then overlap. They leave their counters at zero."""
+    """Tests launches on two streams. They wait until all launches are queued, and then overlap. They must leave their counters at
+    zero."""
     layer = Layer(sm90, 32, 4, 960, 640, **GPT_OSS)
     calls = [layer.tokens(16), layer.tokens(60)]
     wanted = [layer.run(*call) for call in calls]
@@ -320,7 +322,7 @@ def test_two_streams(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("activation_dtype", ["none", "fp8"])
 def test_kernels_that_overlap(sm90: torch.device, activation_dtype: str) -> None:
-    """Kernels overlap (PDL). The output of each call is the next call's tokens."""
+    """Tests kernels that overlap (PDL). The output of each call is the next call's tokens."""
     layer = Layer(sm90, 16, 4, 192, 160, activation_dtype=activation_dtype, **GPT_OSS)
     x, weights, ids = layer.tokens(24)
     wanted = x
@@ -399,7 +401,7 @@ def test_there_is_a_program_for_every_size(dtype: str, half_blocks: int, pairs_p
 
 @st.composite
 def _routings(draw: st.DrawFn) -> tuple[list[int], int]:
-    """Draws the number of pairs of each expert, in total no more than one launch supports, and the number of skipped pairs."""
+    """Draws the number of pairs of each expert, and the number of skipped pairs. The total is at most what one launch supports."""
     counts = draw(st.lists(st.one_of(st.sampled_from([0, 1, 5, 9, 17]), st.integers(0, 200)), min_size=1, max_size=MAX_EXPERTS))
     left, kept = MAX_PAIRS, []
     for count in counts:
@@ -434,8 +436,8 @@ class Launch:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """Records launches without running them. The fake programs double the tokens, and reject the same arguments as compiled
-    programs."""
+    """Yields the list of launches, which are recorded but not run. The fake programs double the tokens, and reject the same
+    arguments as compiled programs."""
     found: list[Launch] = []
     made: list[Workspace] = []
 
@@ -529,7 +531,7 @@ def test_no_launch_has_more_pairs_than_it_takes(
 @pytest.mark.parametrize("top_k", range(1, MAX_TOP_K + 1))
 @pytest.mark.parametrize(("dtype", "activation_dtype"), [*((dtype, "none") for dtype in HALVES), (torch.bfloat16, "fp8")], ids=str)
 def test_sizes(launches: list[Launch], dtype: torch.dtype, activation_dtype: str, top_k: int) -> None:
-    """All programs that calls use are among those that are compiled ahead of time."""
+    """Asserts that all programs that calls use are among those that are compiled ahead of time."""
     every = set(every_config())
     sizes = ((32, 32, 8), (768, 800, 8), (2880, 32, 9), (32, 4096, 8), (max_k(), 64, 8), (64, max_k(), 8), (32, 32, MAX_EXPERTS))
     for hidden, intermediate, experts in sizes:
@@ -543,7 +545,7 @@ def test_sizes(launches: list[Launch], dtype: torch.dtype, activation_dtype: str
 
 @pytest.mark.parametrize("tokens", [1, 2, 300])
 def test_layouts(launches: list[Launch], tokens: int) -> None:
-    """For every layout of the caller's tensors, programs receive aligned rows, and ``out`` is returned."""
+    """Asserts that for every layout of the caller's tensors, programs receive aligned rows, and ``out`` is returned."""
     layer = Layer(CPU, 8, 4, 64, 96)
     x, weights, ids = layer.tokens(tokens)
     weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
@@ -563,7 +565,7 @@ def test_layouts(launches: list[Launch], tokens: int) -> None:
     ],
 )
 def test_a_plan_that_names_the_kernel_is_checked(changes: dict[str, Any], message: str) -> None:
-    """If a plan names a kernel, selection does not check the kernel's traits. So the launcher checks the plan."""
+    """Asserts that the launcher checks the plan. If a plan names a kernel, selection does not check the kernel's traits."""
     options = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 64, "weight_format": "mxfp4", **changes}
     plan = declared.moe_apply.plan(**options, platform=cpu_platform(), override="reference_moe_apply")  # type: ignore[arg-type]
     x, ids = torch.zeros(1, plan.hidden_size, dtype=torch.bfloat16), torch.zeros(1, plan.top_k, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Device functions of the MoE kernel for few tokens that can be tested without a GPU."""
+"""Tests device functions of the MoE kernel for few tokens, as far as this needs no GPU."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import Entry, Shapes, 
 
 from .snippets import bits, execute, floats
 
-LARGEST = 256.0  # a row is scaled so that all of its elements are smaller
+LARGEST = 256.0  # all elements of a scaled row are smaller than this
 
 
 def scaled_numbers(dtype: torch.dtype) -> Tensor:
     """Returns all values that occur in a scaled row: the values of a dtype, times the powers of 2 by which rows are scaled."""
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).float()
-    # float16 rows have an amax from 2^15 to 2^-24. Unscaled bfloat16 values already have all relevant exponents.
+    # The amax of a float16 row is from 2^-24 to 2^15. bfloat16 values have all relevant exponents without scaling.
     exponents = range(-8, 32) if dtype == torch.float16 else range(1)
     numbers = torch.cat([every * 2.0**exponent for exponent in exponents])
-    return numbers[numbers.abs() < LARGEST]  # neither NaN nor infinity
+    return numbers[numbers.abs() < LARGEST]  # without NaN and infinity
 
 
 def split(numbers: Tensor, others: Tensor, parts: int) -> Tensor:
@@ -47,7 +47,7 @@ def test_parts_of_a_row_sum_to_its_elements(dtype: torch.dtype) -> None:
     parts = PARTS[str(dtype).removeprefix("torch.")]
     numbers = scaled_numbers(dtype)
     others = numbers.flip(0)
-    step = 2.0**-9 / rows.REST ** (parts - 1)  # between the smallest values of the last part
+    step = 2.0**-9 / rows.REST ** (parts - 1)  # the distance between the smallest values of the last part
     restored = sum(part / rows.REST**at for at, part in enumerate(split(numbers, others, parts)))
     assert isinstance(restored, Tensor)
     for got, given in zip(restored, (numbers, others), strict=True):
@@ -58,7 +58,7 @@ def test_parts_of_a_row_sum_to_its_elements(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_parts_of_nan_and_infinity(parts: int) -> None:
-    """NaN stays NaN, and affects only its own byte. Infinity and values out of range become finite."""
+    """Asserts that NaN stays NaN and affects only its own byte, and that infinity and values out of range become finite."""
     given = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e6])
     found = split(given, torch.full((4,), 3.0), parts)
     assert found[:, 0, 0].isnan().all()
@@ -68,11 +68,11 @@ def test_parts_of_nan_and_infinity(parts: int) -> None:
 
 
 def test_quotients_of_rounded_rows() -> None:
-    """Quotients are those of a division, although the hardware's approximate reciprocal may be off by an ulp."""
+    """Asserts that quotients equal those of a division, although the hardware's approximate reciprocal may be off by one ulp."""
     generator = torch.Generator().manual_seed(1)
     y = 0.25 + 0.75 * torch.rand(1 << 20, generator=generator)
     x = (torch.rand(y.shape, generator=generator) * 2 - 1) * rows.LARGEST * y
-    halves = torch.arange(17, 449, 2)  # the values between two neighbouring float8_e4m3fn of at least 16, and others
+    halves = torch.arange(17, 449, 2)  # includes the midpoints of neighbouring float8_e4m3fn values of at least 16
     x[: halves.numel()], y[: halves.numel()] = halves * 0.375, 0.375
     x[-3:] = torch.tensor([torch.nan, 0.0, -0.0])
     for ulps in (-1, 0, 1):

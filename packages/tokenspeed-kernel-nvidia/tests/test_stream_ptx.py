@@ -1,4 +1,4 @@
-"""MoE experts for few tokens, executed without a GPU: the emulator runs small layers with the PTX that a GPU would run."""
+"""Tests MoE experts for few tokens without a GPU: the emulator runs small layers with the PTX that a GPU would run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns the PTX of a program, compiled once."""
+    """Returns a function that compiles a program once and returns its PTX."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -47,7 +47,7 @@ def bytes_of(x: Tensor) -> Any:
 def executed(
     texts: Any, layer: RandomLayer, call: tuple[Tensor, Tensor, Tensor], ctas: int, turns: int, resident: int = 132, seed: int = 0
 ) -> Tensor:
-    """Returns the output of a launch, which must leave its counters at zero."""
+    """Runs a launch, and returns its output. The launch must leave its counters at zero."""
     x, weights, ids = call
     plan, pairs, memory = layer.plan, ids.numel(), Memory(1 << 24)
     k, rounded = max(plan.hidden_size, plan.intermediate_size), plan.activation_dtype == "fp8"
@@ -78,7 +78,7 @@ def executed(
 
 
 def some_experts(ids: Tensor) -> Tensor:
-    """Returns the ids with all slots of a third of the experts skipped, and all slots of one token."""
+    """Returns ids in which all slots of a third of the experts, and all slots of one token, are negative."""
     ids = torch.where(ids % 3 == 2, -1, ids)
     ids[len(ids) // 2] = -5
     return ids
@@ -89,7 +89,7 @@ def some_experts(ids: Tensor) -> Tensor:
     [
         (torch.bfloat16, 4, 2, 96, 64, 1, 2, 1),
         (torch.float16, 4, 2, 64, 96, 5, 2, 1),
-        (torch.bfloat16, 8, 4, 96, 64, 10, 2, 2),  # more pairs than a warp sorts
+        (torch.bfloat16, 8, 4, 96, 64, 10, 2, 2),  # more pairs than one warp sorts
         pytest.param(torch.bfloat16, 16, 4, 192, 160, 20, 3, 2, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 4, 2, 1024, 320, 3, 2, 1, marks=pytest.mark.slow),  # stages are reused
     ],
@@ -118,8 +118,8 @@ def test_layers(
     [(80, -80, 0, "none"), (-80, 80, 0, "none"), (0, 55, -100, "none"), (-120, 110, 0, "fp8"), (0, 55, -100, "fp8")],
 )
 def test_very_large_and_small_values(texts: Any, tokens_by: int, w13_by: int, w2_by: int, activation_dtype: str) -> None:
-    """Tokens and weights are multiplied by powers of 2. Neither the projections nor gate * up overflow float32. The smallest tokens
-    have the smallest scale of fp8 activations.
+    """Tests tokens and weights that are multiplied by powers of 2. The projections and gate * up do not overflow float32. The
+    smallest tokens have the smallest scale of fp8 activations.
     """
     layer = RandomLayer(CPU, 4, 2, 96, 64, activation_dtype=activation_dtype)
     given = layer.given
@@ -134,7 +134,7 @@ def test_very_large_and_small_values(texts: Any, tokens_by: int, w13_by: int, w2
 
 
 def test_activations_beyond_float16(texts: Any) -> None:
-    """A token with infinity becomes NaN, and no other token does."""
+    """Asserts that the result of a token with infinity is NaN, and that no other token's result is."""
     layer = RandomLayer(CPU, 4, 2, 64, 96, dtype=torch.float16)
     x, weights, ids = layer.wide_tokens(5)
     wanted = layer.wanted(x, weights, ids)
@@ -147,7 +147,7 @@ def test_activations_beyond_float16(texts: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_small_elements_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
-    """Some tokens and all activations have outliers. The outliers' weights are zero."""
+    """Tests outliers in some tokens and in all activations. The weights of the outliers are zero."""
     layer = RandomLayer(CPU, 3, 2, 64, 96, dtype=dtype, bias=True)
     assert layer.given.w13_weight_bias is not None
     layer.given.w13_weight_bias[:, [0, 96]] = 2.0**15
@@ -158,7 +158,7 @@ def test_small_elements_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
 
 
 def test_a_pair_twice_and_ctas_that_come_late(texts: Any) -> None:
-    """Tokens choose an expert twice, and only one CTA can run at a time."""
+    """Tests tokens that choose an expert twice, on a device that runs only one CTA at a time."""
     layer = RandomLayer(CPU, 4, 4, 64, 32, **GPT_OSS)
     x, weights, _ = layer.tokens(3)
     ids = torch.tensor([[3, 3, 3, 3], [3, -1, 3, 0], [2, 3, 1, 0]], dtype=torch.int32)
@@ -167,8 +167,9 @@ def test_a_pair_twice_and_ctas_that_come_late(texts: Any) -> None:
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 5), (torch.float16, 5), (torch.bfloat16, 21)], ids=str)
 def test_fp8_activations(texts: Any, dtype: torch.dtype, tokens: int) -> None:
-    """Both quantisations are those of the operator, so the only other error is the rounding of the output. float8_e5m2 does not
-    represent the weights of one expert exactly. If there are many tokens, this expert has more pairs than an entry.
+    """Asserts that results are exact except for the rounding of the output. Both quantisations are those of the operator.
+    float8_e5m2 does not represent the weights of one expert exactly. With many tokens, this expert has more pairs than one entry
+    holds.
     """
     layer = RandomLayer(CPU, 4, 2, 96, 64, dtype=dtype, activation_dtype="fp8", **GPT_OSS)
     layer.spread_scales([1])

@@ -1,4 +1,5 @@
-"""Ahead-of-time compilation: the listing, the selection and the output. The tests compile stand-ins for programs."""
+"""Tests ahead-of-time compilation: the list of programs, the selection from this list, and the output. The tests compile stand-ins
+for programs."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
 
 def test_every_program_is_found() -> None:
-    """The programs of all modules that declare one are found, without the compiler."""
+    """Asserts that the programs of all modules that declare one are found, without the compiler."""
     declaring = [path for path in PACKAGE.rglob("*.py") if re.search(r"^@program\(", path.read_text(), re.MULTILINE)]
     found = warmup.programs()
     assert {program._declaration.__module__.rpartition(".")[2] for program in found} == {path.stem for path in declaring}
@@ -56,8 +57,8 @@ def test_every_program_is_found() -> None:
 
 
 def test_configurations_are_values() -> None:
-    """Configurations determine file names and are pickled for other processes. So each must be distinct, and equal to one that is
-    made again."""
+    """Asserts that configurations are distinct, and equal to configurations that are made again. They determine file names and are
+    pickled for other processes."""
     for program in warmup.programs():
         configs = program.configs()
         assert len({repr(config) for config in configs}) == len(configs) == len(set(configs))
@@ -137,8 +138,8 @@ def test_nothing_is_compiled_that_cannot_be_kept(two: list[Any], monkeypatch: py
         list(warmup.warm_up(warmup.select(), jobs=1))
 
 
-# Six configurations. Compilations from the third on do not end while the test holds a pipe open: each compilation has a partial
-# file, and a linker process that would write another file.
+# A program with six configurations. From the third on, a compilation does not end while the test holds a pipe open. Such a
+# compilation has a partial file, and a linker process that would write another file.
 SLOW = """
 import os, subprocess, sys
 from tokenspeed_kernel_base.storage import part_of
@@ -206,7 +207,7 @@ def test_an_interrupted_run_leaves_neither_processes_nor_parts(tmp_path: Path, w
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # If a shell runs the tests in the background, they inherit that SIGINT is ignored.
+        # A process that a shell started in the background ignores SIGINT, and its children inherit this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     holder = os.open(held, os.O_RDWR)
@@ -217,7 +218,7 @@ def test_an_interrupted_run_leaves_neither_processes_nor_parts(tmp_path: Path, w
         time.sleep(0.05)
     assert len([*cache.glob(".*.part")]) == 2
     (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
-    out, error = process.communicate()  # returns when all processes that inherited stdout have ended, linkers included
+    out, error = process.communicate()  # returns when all processes that inherited stdout, also linkers, have ended
     os.close(holder)
     assert process.returncode == 130
     assert "interrupted after 2 of 6, which are kept; the same command goes on with the rest" in out

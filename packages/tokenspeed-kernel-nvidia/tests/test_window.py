@@ -1,4 +1,4 @@
-"""Sliding-window attention, compared with float32 attention."""
+"""Tests sliding-window attention against float32 attention."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def _launch(case: oracle.Paged, window_left: int = 127, **options: Any) -> tuple
     "lengths", [[1], [8], [127], [128], [129, 0, 0, 1], [0, 1, 64, 65, 127, 128, 129, 0, 260], [1024], []], ids=str
 )
 def test_lengths(sm90: torch.device, lengths: list[int]) -> None:
-    """Tests one sequence and several, with lengths of zero, of one, and of one more and one less than a tile or a block."""
+    """Tests one and several sequences: lengths of 0 and 1, and lengths one above and one below that of a tile or a block."""
     _prefill(sm90, lengths)
 
 
 def test_many_sequences(sm90: torch.device) -> None:
-    """There are more sequences than lanes of the warp that maps blocks to sequences."""
+    """Tests more sequences than the lanes of the warp that maps blocks to sequences."""
     draw = random.Random(0)
     _prefill(sm90, [draw.randrange(90) for _ in range(150)])
 
@@ -98,14 +98,14 @@ def test_sinks(sm90: torch.device, dtype: torch.dtype) -> None:
 
 
 def test_large_sinks(sm90: torch.device) -> None:
-    """If a sink is far above all scores, it gets all of the softmax's weight, and nothing overflows."""
+    """Asserts that nothing overflows if a sink is far above all scores. The sink then gets all of the softmax's weight."""
     _prefill(sm90, [70], sinks=_sinks(16, sm90) + 200)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("logit_cap", [0.5, 5.0, 50.0])
 def test_capped_scores(sm90: torch.device, logit_cap: float, head_dim: int) -> None:
-    """Some scores are near the cap, and others far below it."""
+    """Tests caps that some scores are near, and that others are far below."""
     options: dict[str, Any] = {"logit_cap": logit_cap, "softmax_scale": 0.4, "sinks": _sinks(16, sm90)}
     _prefill(sm90, [200, 3, 131], (16, 2, head_dim), **options)
     _extend(sm90, [1, 60, 140, 5], [200, 129, 140, 301], (16, 2, head_dim), **options)
@@ -124,7 +124,8 @@ def test_freed_pages(sm90: torch.device, page_size: int, window_left: int) -> No
 
 
 def test_positions_of_all_kinds(sm90: torch.device) -> None:
-    """First positions are at all distances from a multiple of 16, so copies of pages and tiles begin at different offsets."""
+    """Tests first positions at all distances from a multiple of 16, so that copies of pages and tiles begin at different
+    offsets."""
     starts = list(range(120, 152))
     _extend(sm90, [21] * len(starts), [start + 21 for start in starts])
 
@@ -149,7 +150,7 @@ def test_nan_stays_in_its_sequence(sm90: torch.device, poisoned: int) -> None:
 
 
 def test_strided_rows(sm90: torch.device) -> None:
-    """q, k, v and out are slices of wider tensors."""
+    """Tests q, k, v and out that are slices of wider tensors."""
     lengths = [140, 30]
     fused = torch.randn(170, 20, 64, device=sm90).to(torch.bfloat16)
     q, k, v = fused[:, :16], fused[:, 16:18], fused[:, 18:]
@@ -163,7 +164,7 @@ def test_strided_rows(sm90: torch.device) -> None:
 
 
 def test_nothing_else_is_written(sm90: torch.device) -> None:
-    """A tile at the end of a sequence has rows of other sequences. The kernel does not write these rows."""
+    """Asserts that the kernel does not write rows of other sequences, which a tile at the end of a sequence may have."""
     lengths = [5, 0, 11, 130]
     q, k, v = oracle.ragged(lengths, 16, 2, 64, torch.bfloat16, sm90)
     room = torch.full((sum(lengths) + 64, 16, 64), 7.0, dtype=torch.bfloat16, device=sm90)
@@ -193,7 +194,8 @@ def test_graph_replay_with_other_lengths(sm90: torch.device) -> None:
 
 
 def test_kernels_that_overlap(sm90: torch.device) -> None:
-    """In a graph, kernels overlap (PDL). The output of each call is the next call's queries, and lengths change in between."""
+    """Tests kernels that overlap in a graph (PDL). The output of each call is the next call's queries, and lengths change in
+    between."""
     case = oracle.paged([16] * 40 + [5], [300] * 20 + [25] * 21, *GPT_OSS, 64, torch.bfloat16, sm90)
     lengths, before = case.cache_seqlens, case.cache_seqlens.clone()
     others = (case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, lengths, 16, 300, True, 127)

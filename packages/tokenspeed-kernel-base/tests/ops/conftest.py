@@ -38,7 +38,8 @@ def _same(got: Any, wanted: Any) -> None:
 
 @pytest.fixture
 def check_custom_op(opcheck: Check) -> Check:
-    """Checks that an operator works under torch.compile with these arguments: PyTorch's own checks, and equal results."""
+    """Returns a function that checks an operator under torch.compile: it runs PyTorch's own checks, and compares compiled and eager
+    results."""
 
     def check(function: Any, arguments: dict[str, Any]) -> None:
         complete = function.operator.complete(arguments)

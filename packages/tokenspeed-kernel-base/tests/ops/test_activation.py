@@ -1,4 +1,4 @@
-"""silu_and_mul, gelu_and_mul and swiglu against their formulas in float64, and against the layer of a published model."""
+"""Tests silu_and_mul, gelu_and_mul and swiglu against their formulas in float64, and against the layer of a published model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def formula(
 
 
 def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor) -> None:
-    """Asserts that the error is at most half a unit in the last place, plus a margin for the float32 computation before
-    rounding."""
+    """Asserts that the error is at most half a unit in the last place, plus a margin for the float32 arithmetic before the result
+    is rounded."""
     unit = torch.finfo(got.dtype).eps
     slack = 0.501 * unit if got.dtype in (torch.float16, torch.bfloat16) else 16 * unit
     torch.testing.assert_close(got.double(), exact, rtol=slack, atol=1e-7 if got.dtype == torch.float16 else 1e-30)
@@ -64,7 +64,7 @@ def test_gelu_and_mul_is_the_formula_rounded_once(shape: tuple[int, ...], approx
     got = gelu_and_mul(x, approximate)
     assert got.dtype == dtype
     unit = torch.finfo(dtype).eps
-    # If the gate is far below 0, 1 + inner cancels, so the error is relative to gate times up.
+    # If the gate is far below 0, the sum 1 + inner cancels. The error is then relative to gate times up, not to the result.
     arithmetic = 4 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps * (gate * up).abs()
     assert ((got.double() - exact).abs() <= 0.501 * unit * exact.abs() + arithmetic + torch.finfo(dtype).tiny * unit).all()
 
@@ -90,7 +90,7 @@ def test_swiglu_is_the_formula_rounded_once(
     assert got.dtype == dtype
     assert got.is_contiguous()
     exact = formula(gate, up, alpha, limit, beta)
-    if dtype == torch.float32:  # up + beta cancels if up is near -beta, so the error is relative to up, not to the sum
+    if dtype == torch.float32:  # if up is near -beta, up + beta cancels, so the error is relative to up
         torch.testing.assert_close(got.double(), exact, rtol=3e-6, atol=1e-5)
     else:
         unit = torch.finfo(dtype).eps
@@ -105,7 +105,7 @@ def test_swiglu_is_the_activation_of_gpt_oss() -> None:
 
 
 def test_swiglu_clamps_the_gate_above_only_and_up_on_both_sides() -> None:
-    # gate 100 -> 7, gate -100 stays and its sigmoid vanishes; up 100 -> 7, -100 -> -7
+    # A gate of 100 becomes 7. A gate of -100 is not clamped, and its sigmoid is 0. An up of 100 becomes 7, and -100 becomes -7.
     x = torch.tensor([[100.0, 0.0], [-100.0, 1.0], [7.0, 100.0], [7.0, -100.0]], dtype=torch.float64)
     got = swiglu(x, limit=7.0).squeeze(1)
     at_limit = 7.0 / (1 + np.exp(-1.702 * 7.0))

@@ -1,4 +1,4 @@
-"""adjust_logits against its definition in Python floats, and the tokens that sampling draws from adjusted logits."""
+"""Tests adjust_logits against its definition in Python floats, and tests the tokens that are sampled from adjusted logits."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ def test_min_p_keeps_the_softmax_of_those_above_its_share() -> None:
         counts = torch.bincount(got, minlength=5).double()
         assert counts.nonzero().flatten().tolist() == kept
         expected = probabilities[kept] / probabilities[kept].sum() * draws
-        assert float(((counts[kept] - expected) ** 2 / expected).sum()) < 23.6  # at most 4 degrees, p = 1e-4
-    # top_p applies to the tokens that min_p keeps. They have the probabilities 0.4, 0.25 and 0.2; the first two reach half of their
-    # sum.
+        assert float(((counts[kept] - expected) ** 2 / expected).sum()) < 23.6  # at most 4 degrees of freedom, p = 1e-4
+    # top_p applies to the tokens that min_p keeps. These have the probabilities 0.4, 0.25 and 0.2. The first two add up to more
+    # than half of the sum.
     got = sample_top_k_top_p(logits, **{**request, "top_p": torch.full((draws,), 0.5)}, min_p=torch.full((draws,), 0.3))
     assert set(got.tolist()) == {0, 4}
 

@@ -1,4 +1,5 @@
-"""Old names of operators that quantise. They take their old arguments, warn once, and call their replacements."""
+"""Tests deprecated names of operators that quantise. Their functions take the old arguments, warn once, and call the replacing
+operators."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def same(got: Any, wanted: Any) -> None:
 
 
 def call_of(name: str) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """Arguments of a call, and its expected results."""
+    """Returns the arguments of a call, and its expected results."""
     first, _, kind = name.partition("_quantize_")
     quantization = getattr(Quantization, kind)(**OPTIONS[kind])
     x = draw(3, 128)

@@ -1,4 +1,4 @@
-"""The attention operators against scalar loops, against a dense formula in float64, and against each other."""
+"""Tests the attention operators against scalar loops, against a dense formula in float64, and against each other."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def assert_close(got: Tensor, wanted: Tensor, **tolerance: float) -> None:
 
 
 def into_pages(tokens: Tensor, lengths: list[int], page_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Stores ragged tokens in a cache whose pages are in arbitrary order. Unused slots hold NaN, unused table entries -7."""
+    """Stores sequences of different lengths in a cache whose pages are in random order. Unused slots hold NaN; unused page table
+    entries are -7."""
     counts = [-(-length // page_size) for length in lengths]
     order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     cache = torch.full((len(order), page_size, *tokens.shape[1:]), torch.nan).to(tokens.dtype)
@@ -211,7 +212,7 @@ def test_decode_by_hand(problem: dict[str, Any], new: int) -> None:
     kv_lens = problem["kv_lens"]
     k_cache, page_table = into_pages(problem["k"], kv_lens, problem["page_size"])
     v_cache, _ = into_pages(problem["v"], kv_lens, problem["page_size"])
-    # Sequences shorter than the new tokens are padded with queries in front, which attend to the sink only.
+    # If a sequence has fewer tokens than new tokens, queries are put before its own. These queries attend to the sink only.
     held = [min(new, length) for length in kv_lens]
     queries = newest(problem, held).split(held) if held else []
     q = torch.cat([problem["q"][:0], *(torch.cat([s.new_ones(new - len(s), *s.shape[1:]), s]) for s in queries)])
@@ -241,7 +242,7 @@ def test_decode_by_hand(problem: dict[str, Any], new: int) -> None:
 
 
 def hide_by_tree(hidden: Tensor, masks: list[int], window_left: int) -> None:
-    """Changes the mask of hidden keys, ``[queries, keys]``, in the rows that belong to nodes of draft trees."""
+    """Changes the mask of hidden keys, ``[queries, keys]``, in the rows of queries that are nodes of a draft tree."""
     first = hidden.shape[1] - len(masks)
     for row, mask in zip(hidden, masks, strict=True):
         seen = [bool(mask >> i & 1) for i in range(len(masks))]
@@ -312,7 +313,8 @@ def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
         for row, length in zip(a["page_table"].tolist(), a["cache_seqlens"].tolist(), strict=True):
             slots = [(row[j // k_cache.shape[1]], j % k_cache.shape[1]) for j in range(length)]
             pages, inside = (torch.tensor([s[axis] for s in slots], dtype=torch.int64) for axis in (0, 1))
-            # The window hides freed pages, but a NaN in such a page would spread even with a weight of zero.
+            # The window hides freed pages. But in the dense formula, a NaN in such a page would reach the result even with weight
+            # 0.
             freed = (pages < 0).view(-1, 1, 1)
             keys.append(scaled(k_cache[pages, inside], k_scale).masked_fill(freed, 0.0))
             values.append(scaled(v_cache[pages, inside], v_scale).masked_fill(freed, 0.0))
@@ -428,7 +430,7 @@ def test_fp8_prefill_agrees_with_dequantised_operands(shape: tuple[int, ...]) ->
     out, lse = pair(mha_prefill(q, k, v, offsets(4, 5), **options, **named))
     assert torch.equal(out, wanted.bfloat16())
     assert torch.equal(lse, wanted_lse)
-    # The operators with a cache must give the same result if the pages hold the same values.
+    # The operators with a cache must give the same result if their pages hold the same keys and values.
     (k_cache, table), (v_cache, _) = into_pages(k, [4, 5], 4), into_pages(v, [4, 5], 4)
     paged_call = (k_cache, v_cache, table, ints(4, 5), 5, 8)
     extended, _ = pair(mha_extend_with_kvcache(q, offsets(4, 5), None, *paged_call, is_causal=True, **options, **named))
@@ -484,13 +486,13 @@ def test_prefill_is_chunked_extend_is_decode_token_by_token(
             q[begin:end], k_cache, v_cache, page_table, ints(end), room, max_seqlen_q=chunk, **options
         )
         torch.testing.assert_close(pair(several), pair(extended), rtol=0, atol=0)
-    # All chunks at once, as sequences that share the same pages.
+    # Runs all chunks in one call, as sequences that share the same pages.
     ends = torch.tensor(chunks, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     mixed = mha_with_kvcache(
         q, offsets(*chunks), k_cache, v_cache, page_table.repeat(len(chunks), 1), ends, max(chunks), room, **options
     )
     torch.testing.assert_close(pair(mixed), (whole, whole_lse), rtol=1e-5, atol=1e-5)
-    # All tokens as a batch of sequences of every length that share the same pages.
+    # Decodes all tokens in one call: sequence i shares the same pages and has length i + 1.
     lengths = torch.arange(1, total + 1, dtype=torch.int32)
     decoded = mha_decode_with_kvcache(q, k_cache, v_cache, page_table.repeat(total, 1), lengths, room, **options)
     torch.testing.assert_close(pair(decoded), (whole, whole_lse), rtol=1e-5, atol=1e-5)
@@ -524,7 +526,7 @@ def test_queries_that_see_nothing() -> None:
 
 
 def test_sinks_take_weight_and_add_no_value() -> None:
-    """A sink s acts like a key with score s and value 0."""
+    """Asserts that a sink s acts like a key with score s and value 0."""
     torch.manual_seed(0)
     q, k, v, sinks = torch.randn(5, 2, 4), torch.randn(5, 2, 4), torch.randn(5, 2, 4), torch.randn(2)
     plain, plain_lse = pair(mha_prefill(q, k, v, offsets(5), return_lse=True))
@@ -582,7 +584,7 @@ def test_fp8_is_dequantised_by_its_scales(dtype: torch.dtype, shape: tuple[int, 
     assert isinstance(wanted, Tensor)
     assert isinstance(got, Tensor)
     torch.testing.assert_close(got, wanted.bfloat16())
-    # An fp8 cache supports queries of every dtype.
+    # With an fp8 cache, queries may have any dtype.
     for q_dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         some = mha_decode_with_kvcache(wide[0].to(q_dtype), k_cache, v_cache, *rest, k_scale=k_scale, v_scale=v_scale)
         assert isinstance(some, Tensor)
@@ -629,7 +631,7 @@ def test_merged_parts_are_the_whole_in_any_order(lengths: list[int], sinks_in: i
 )
 def test_merging_is_associative_at_every_magnitude(lses: list[float], seed: int) -> None:
     torch.manual_seed(seed)
-    # Near 300, adjacent float32 values differ by 3e-5. So LSEs, and the merge weights computed from them, have this error.
+    # Near 300, adjacent float32 values differ by 3e-5. So LSEs, and merge weights computed from LSEs, have errors of this size.
     parts = [(torch.randn(1, 1, 4), torch.tensor([[lse]])) for lse in lses]
     a, b, c = parts
     left = attn_merge_state(*attn_merge_state(*a, *b), *c)

@@ -1,4 +1,5 @@
-"""Wrong calls of the attention operators: each raises an error that names the argument, the expected value and the actual one."""
+"""Tests wrong calls of the attention operators: each raises an error that names the argument, the expected value and the actual
+value."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def fp8(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda base: {name: base[name].to(E4M3) for name in names}
 
 
-# functions, the changed argument, the error, and its message
+# Each entry: the functions, the changed argument, the error, and the error's message.
 WRONG: list[tuple[list[Any], Any, Any, str]] = [
     # shapes and dtypes of q, k, v
     (ALL, {"q": torch.zeros(5, 4, 8, dtype=torch.int32)}, TypeError, "q must be a tensor of .*bfloat16.*got int32"),
@@ -373,7 +374,7 @@ def test_pages_that_the_window_hides_may_be_freed(function: Any) -> None:
 
 def test_a_page_is_hidden_only_from_all_new_tokens() -> None:
     arguments = decode() | {"q": torch.zeros(4, 4, 8), "max_seqlen_q": 2, "page_table": ints(-1, 1, 2, -1).view(2, 2)}
-    mha_decode_with_kvcache(**arguments, window_left=1)  # the older token is at position 5, and sees positions 4 and 5
+    mha_decode_with_kvcache(**arguments, window_left=1)  # the older new token is at position 5, and sees positions 4 and 5
     with pytest.raises(ValueError, match=r"page_table\[0, 0\] must be a page of"):
         mha_decode_with_kvcache(**arguments, window_left=2)
 

@@ -1,4 +1,4 @@
-"""compact_kv_cache against a loop over tokens."""
+"""Tests compact_kv_cache against a loop over tokens."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_the_accepted_path_follows_the_earlier_tokens(data: st.DataObject, nodes
 def test_latents_of_any_dtype(dtype: torch.dtype) -> None:
     cache = torch.arange(8.0).view(2, 4, 1).expand(-1, -1, 3).contiguous().to(dtype)
     compact_kv_cache(cache, None, ints(1, 0).view(1, 2), ints(6), ints(1, 3, -1, -1).view(1, 4), ints(2))
-    # Positions 2 to 5 held tokens 6, 7, 0, 1; positions 2 and 3 now hold the second and the fourth of these.
+    # Positions 2 to 5 held the values 6, 7, 0 and 1. Now position 2 holds the second of these values, and position 3 the fourth.
     assert cache[..., 0].float().tolist() == [[0, 1, 2, 3], [4, 5, 7, 1]]
 
 
 @pytest.mark.parametrize("entry", [-1, 2, 2**31 - 1, -(2**31)])
 def test_entries_before_the_last_nodes_are_not_read(entry: int) -> None:
-    """The first page holds positions 0 to 3 of 6, and there are two nodes."""
+    """The first page holds positions 0 to 3. The two nodes are at positions 4 and 5, so the first page table entry is not read."""
     cache = torch.arange(8.0).view(2, 4, 1)
     compact_kv_cache(cache, None, ints(entry, 0).view(1, 2), ints(6), ints(1, -1).view(1, 2), ints(1))
     assert cache.flatten().tolist() == [1, 1, 2, 3, 4, 5, 6, 7]

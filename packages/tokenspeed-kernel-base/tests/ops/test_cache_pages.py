@@ -1,4 +1,4 @@
-"""Copying, clearing and splitting pages, against loops over pages."""
+"""Tests copying, clearing and splitting of pages against loops over pages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_attention_to_small_pages_is_attention_to_large_ones(factor: int) -> Non
 
 
 def test_pages_by_way_of_a_staging_tensor() -> None:
-    """Pages move from one cache through a staging tensor to other pages of another cache, as in a transfer to the host and back."""
+    """Copies pages of one cache to a staging tensor, and from there to other pages of another cache, as in a transfer to the host
+    and back."""
     cache, other, staging = torch.randn(6, 2, 4), torch.zeros(9, 2, 4), torch.empty(3, 2, 4)
     pages, places, row = torch.tensor([4, 0, 5]), torch.tensor([8, 2, 3]), torch.arange(3)
     copy_kv_pages(staging, pages, row, cache)

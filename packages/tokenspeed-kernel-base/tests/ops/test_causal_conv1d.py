@@ -1,4 +1,4 @@
-"""Causal convolutions: against scalar loops, prefill against decode, and rejected drafts against accepted tokens only."""
+"""Tests causal convolutions: against scalar loops, prefill against decode, and rejected drafts against accepted tokens only."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_prefill_is_the_sum_written_out(lengths: list[int], width: int, silu: bo
 @settings(max_examples=20, deadline=None)
 @given(length=st.integers(0, 9), cut=st.integers(0, 9), width=st.integers(2, 4), step=st.integers(1, 3))
 def test_parts_of_a_sequence_are_the_whole(length: int, cut: int, width: int, step: int) -> None:
-    """Compares a whole sequence with two prefills, and with decodes of a few tokens each."""
+    """Asserts that a prefill of a whole sequence equals two prefills of its parts, and decodes of a few tokens each."""
     cut = min(cut, length)
     x, weight = normal(length, CHANNELS), normal(CHANNELS, width)
     whole = torch.zeros(1, width - 1, CHANNELS, dtype=torch.float64)
@@ -92,8 +92,8 @@ def test_parts_of_a_sequence_are_the_whole(length: int, cut: int, width: int, st
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
 def test_rejected_drafts_leave_nothing(accepted: int) -> None:
-    """The states after each of four drafts are kept, for two requests. The next step starts from the state of the last accepted
-    draft."""
+    """Keeps the states after each of four draft tokens, for two requests. The next step starts from the state of the last accepted
+    token."""
     width, x, after = 4, normal(2, 4, CHANNELS), normal(2, 1, CHANNELS, seed=5)
     weight, start = normal(CHANNELS, width), normal(2, width - 1, CHANNELS)
     kept = torch.cat((start, torch.full((8, width - 1, CHANNELS), torch.nan, dtype=torch.float64)))

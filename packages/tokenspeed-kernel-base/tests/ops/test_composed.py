@@ -1,4 +1,4 @@
-"""Composed operators against the formulas that they implement."""
+"""Tests composed operators against the formulas that they implement."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_rmsnorm_moe_topk(with_residual: bool, solution: str) -> None:
 
 
 def rotated(x: Tensor, angle: Tensor) -> Tensor:
-    """Rotates pairs of elements, as complex numbers."""
+    """Rotates pairs of elements by multiplying complex numbers."""
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     return torch.cat((turned.real, turned.imag), -1)
@@ -108,7 +108,7 @@ def test_rmsnorm_qkv_rope(with_residual: bool, with_cache: bool, solution: str) 
     turn = angles[positions].double()
     q, k, v = rotated(every[:, :heads], turn), rotated(every[:, heads:-kv_heads], turn), every[:, -kv_heads:]
     qkv = found[0] if with_residual else found
-    torch.testing.assert_close(qkv.view_as(every), torch.cat((q, k, v), 1), rtol=1e-6, atol=1e-6)  # the table is float32
+    torch.testing.assert_close(qkv.view_as(every), torch.cat((q, k, v), 1), rtol=1e-6, atol=1e-6)  # cos_sin_cache is float32
     if with_residual:
         torch.testing.assert_close(found[1], total)
     if with_cache:
@@ -138,7 +138,7 @@ def test_qk_rmsnorm_rope_store_kv_cache(with_norm: bool, solution: str) -> None:
     if with_norm:
         q, k = normed(q, weights["q_weight"], 1e-3), normed(k, weights["k_weight"], 1e-3)
     turn = angles[positions].double()
-    torch.testing.assert_close(got, rotated(q, turn), rtol=1e-6, atol=1e-6)  # the table is float32
+    torch.testing.assert_close(got, rotated(q, turn), rtol=1e-6, atol=1e-6)  # cos_sin_cache is float32
     for cache, values in zip(caches, (rotated(k, turn), v), strict=True):
         flat = cache.flatten(0, 1)
         torch.testing.assert_close(flat[[5, 0]], values[[0, 2]], rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Draft trees: built from candidates, masked attention of each node, and all steps of speculation in sequence."""
+"""Tests draft trees: building them from candidates, masked attention of each node, and all steps of speculation in sequence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ints(*values: int) -> Tensor:
 
 
 def path_to(parents: list[int], node: int) -> list[int]:
-    """Returns the nodes on the path from the root to a node. The path ends at an absent node."""
+    """Returns the nodes on the path from the root to a node. If a node on the way up is absent, the path starts there."""
     path = [node]
     while node > 0 and 0 <= parents[node] < node:
         node = parents[node]
@@ -65,7 +65,7 @@ def test_the_most_probable_candidates_stay(data: st.DataObject, candidates: int,
 
 
 class Tree:
-    """A sequence of some tokens, followed by a draft tree. Each node of the tree has its own key and value."""
+    """A sequence of ``before`` tokens, followed by a draft tree. Each node of the tree has its own key and value."""
 
     def __init__(self, before: int, parents: list[int], seed: int = 0, heads: int = 4, kv_heads: int = 2, dim: int = 8) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -121,7 +121,8 @@ def test_latent_attention_shows_the_same() -> None:
 
 
 def test_from_candidates_to_a_cache_without_gaps() -> None:
-    """A step of speculation: build, attend, verify, compact. The next token then sees the same tokens as without drafts."""
+    """Runs one step of speculation: build, attend, verify, compact. The next token must then see the same tokens as without
+    drafts."""
     tokens, scores = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[-0.1, -0.2, -9.0, -0.3, -0.4, -0.5]])
     drafts, parents, masks, _ = build_draft_tree(tokens, scores, ints(-1, -1, -1, 0, 1, 4).view(1, -1), torch.tensor([0]), 6)
     assert drafts.tolist() == [[0, 1, 2, 4, 5, 6]]
@@ -129,7 +130,7 @@ def test_from_candidates_to_a_cache_without_gaps() -> None:
     tree = Tree(5, parents[0].tolist())
     assert torch.equal(tree.mask, masks[0])
     k_cache, v_cache, table = tree.cached(4)
-    target = torch.tensor([[2, 0, 5, 0, 9, 0]])  # the target's tokens: 2 after the root, then 5, then 9, which no draft has
+    target = torch.tensor([[2, 0, 5, 0, 9, 0]])  # the target emits 2 after the root, then 5, then 9, which is no draft token
     emitted, path, counts = verify_draft_tokens(target, drafts, parents)
     assert emitted.tolist() == [[2, 5, 9, -1, -1, -1]]
     compact_kv_cache(k_cache, v_cache, table, ints(11), path, counts)

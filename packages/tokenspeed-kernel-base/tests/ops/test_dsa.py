@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention: scores, selection, and attention to the selected tokens, against loops and dense attention."""
+"""Tests DeepSeek sparse attention: scores, selection, and attention to the selected tokens, against loops and dense attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANK, ROPE, HEADS = 8, 4, 3
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, 21), min_size=1, max_size=4), st.sampled_from([1, 4, 7]), st.integers(0, 5))
 def test_attention_to_all_slots_of_a_sequence_is_dense_attention(kv_lens: list[int], page_size: int, spare: int) -> None:
-    """The slots may be in any order, with invalid indices among them."""
+    """Passes the slots in random order, with invalid indices among them."""
     torch.manual_seed(len(kv_lens))
     width = -(-max(kv_lens) // page_size) or 1
     page_table = torch.randperm(len(kv_lens) * width).view(-1, width).int()
@@ -114,7 +114,7 @@ def test_selection_in_float64_tells_scores_apart_that_are_one_in_float32() -> No
 
 
 def test_more_new_tokens_than_a_sequence_has() -> None:
-    """This happens with a sequence that only pads the batch."""
+    """A sequence that only pads the batch has more new tokens than its length."""
     q, weights = torch.ones(3, 1, 2), torch.ones(3, 1)
     got, seen = dsa_indexer_scores_with_kvcache(q, torch.ones(1, 4, 2), weights, ints([0]), ints(1))
     assert seen.tolist() == [0, 0, 1]
@@ -123,7 +123,8 @@ def test_more_new_tokens_than_a_sequence_has() -> None:
 
 @pytest.mark.parametrize("scale_format", ["float32", "e8m0"])
 def test_stored_keys_are_those_that_scores_are_made_of(scale_format: str) -> None:
-    """Pages of bytes hold keys followed by their scales; all other bytes are unchanged."""
+    """Asserts that keys and scales are stored in pages of bytes, the scales after the keys, and that all other bytes are
+    unchanged."""
     torch.manual_seed(0)
     page_size, dim = 4, 8
     packed = torch.randint(0, 255, (3, page_size * (dim + 4)), dtype=torch.uint8)
@@ -164,7 +165,7 @@ def test_positions_become_slots(q_lens: list[int], page_size: int, pages: int) -
 
 
 def test_sparse_attention_is_dense_if_all_positions_are_selected() -> None:
-    """With fewer positions selected, the result is dense attention to a cache of these positions only."""
+    """Also asserts that with 5 selected positions, the result is dense attention to a cache of these positions only."""
     torch.manual_seed(0)
     page_table, lengths = ints([3, 0, 5], [1, 4, 2]), ints(11, 7)
     cache, keys = torch.randn(6, 4, RANK + ROPE), torch.randn(6, 4, 6)
@@ -184,7 +185,7 @@ def test_sparse_attention_is_dense_if_all_positions_are_selected() -> None:
 
 
 def test_they_are_proper_custom_operators(check_custom_op: Callable[[Any, dict[str, Any]], None]) -> None:
-    """Only these operators are tested, because the others have one output and write to no arguments."""
+    """Tests only these operators, because the others have one output and write to no arguments."""
     sparse = {"q": torch.randn(2, 3, 12), "kv_cache": torch.randn(4, 2, 12), "indices": ints([0, 7], [3, -1])}
     check_custom_op(mla_sparse_with_kvcache, {**sparse, "kv_lora_rank": 8, "softmax_scale": 0.3, "return_lse": True})
     tables = {"page_table": ints([0, 1], [2, 0]), "cu_seqlens_q": ints(0, 0, 2), "cache_seqlens": ints(3, 5)}

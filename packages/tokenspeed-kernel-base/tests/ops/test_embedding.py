@@ -1,4 +1,4 @@
-"""apply_rope against transformers, complex numbers, and known properties of rotations."""
+"""Tests apply_rope against transformers, against complex numbers, and for known properties of rotations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def angles_of(max_positions: int, rotary_dim: int, base: float = 10000.0) -> torch.Tensor:
-    """float64 ``[max_positions, rotary_dim / 2]``."""
+    """Returns the angles of all positions, float64 ``[max_positions, rotary_dim / 2]``."""
     frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     return torch.arange(max_positions, dtype=torch.float64).unsqueeze(1) * frequencies
 
@@ -136,7 +136,7 @@ def test_dot_products_depend_on_the_distance_only(
         return (turned_q * turned_k).sum()
 
     first, second = positions
-    # The table is float32.
+    # The bound covers the rounding of cos_sin_cache to float32.
     bound = 1e-6 * float(q.norm() * k.norm())
     torch.testing.assert_close(dot_product(first, second), dot_product(first + shift, second + shift), rtol=0, atol=bound)
 
@@ -194,10 +194,10 @@ def test_three_positions_agree_with_qwen(rotary: Any, section: tuple[int, ...], 
     got = apply_rope(q, k, positions, table, mrope_section=section, mrope_interleaved=in_turn)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=2e-5, atol=2e-5)  # transformers computes angles in float32
-    # Three equal positions act like one position.
+    # A token with three equal positions is rotated like a token with one position.
     same = apply_rope(q, k, positions[:1].expand(3, -1), table, mrope_section=section, mrope_interleaved=in_turn)
     assert all(map(torch.equal, same, apply_rope(q, k, positions[0], table)))
-    # The operator supports any number of sections if the table has one row per token, as the page "Calling operators" shows.
+    # If cos_sin_cache has one row for each token, any number of sections is possible, as the page "Calling operators" shows.
     if not in_turn:
         section_of_pair = torch.arange(3).repeat_interleave(torch.tensor(section))
         rows = table[positions].view(3, 7, 2, 64).gather(0, section_of_pair.expand(1, 7, 2, 64)).view(7, 128)

@@ -1,4 +1,4 @@
-"""Pages that move to host memory and back, in any order, against copies of whole caches."""
+"""Tests pages that move to host memory and back, in any order, against copies of whole caches."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_pages_that_are_refused(store: bool, pages: list[int], host_pages: list[
 @pytest.mark.amd
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_moves_are_ordered_by_the_current_stream() -> None:
-    """Work on the current stream fills the caches just before a call, and overwrites them right after it. Calls use several
+    """The current stream fills the caches just before a call, and overwrites the caches right after the call. Calls use several
     streams."""
     caches = caches_of(torch.bfloat16, "cuda")
     kept = [cache.clone() for cache in caches]

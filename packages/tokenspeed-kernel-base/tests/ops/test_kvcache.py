@@ -1,4 +1,4 @@
-"""store_kv_cache against a loop over tokens."""
+"""Tests store_kv_cache against a loop over tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits, so that fp8 values and NaN can be compared."""
+    """Returns the bytes of a tensor, so that fp8 values and NaN can be compared."""
     return x.contiguous().view(torch.uint8)
 
 
@@ -105,7 +105,7 @@ def test_an_fp8_cache_gets_the_nearest_value_of_the_quotient(
 
 
 def test_an_fp8_cache_rounds_ties_to_even_and_keeps_nan() -> None:
-    # Between 16 and 32, e4m3fn represents every second integer. So 17 and 19 are midpoints.
+    # Between 16 and 32, e4m3fn represents only even integers. So 17 and 19 are ties.
     k = torch.tensor([17.0, 19.0, -17.0, 1e9, float("-inf"), float("nan")]).reshape(6, 1, 1)
     k_cache, v_cache = (torch.zeros(6, 1, 1, 1).to(torch.float8_e4m3fn) for _ in range(2))
     store_kv_cache(k, k, k_cache, v_cache, torch.arange(6))

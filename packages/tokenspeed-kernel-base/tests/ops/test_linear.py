@@ -1,4 +1,4 @@
-"""Linear layers against explicit formulas; plans, processed weights, and kernels with their own weight layouts."""
+"""Tests linear layers against explicit formulas. Also tests plans, processed weights, and kernels with their own weight layouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def decoded(weights: LinearWeights, weight_format: str) -> Tensor:
 
 
 def rounded(x: Tensor, activation_dtype: str, scale: Tensor | None) -> Tensor:
-    """Returns the values of tokens after quantisation to the activation dtype. The GEMM uses these values."""
+    """Returns the tokens after quantisation to the activation dtype and dequantisation. The GEMM uses these values."""
     wide = x.float()
     if activation_dtype == "fp8":
         largest = (wide.abs().amax(-1, keepdim=True) / 448).clamp(min=torch.finfo(torch.float32).tiny)
@@ -203,7 +203,7 @@ def test_plans_are_distinguished() -> None:
 
 
 def reverse(weights: LinearWeights, plan: LinearPlan) -> Any:
-    """A layout for tests: the out-features in reverse order."""
+    """Converts weights to a layout for tests, in which the out-features are in reverse order."""
     assert plan.weight_layout == LAYOUT
     return SimpleNamespace(weight=weights.weight.flip(0), bias=weights.bias)
 

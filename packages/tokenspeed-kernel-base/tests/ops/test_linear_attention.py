@@ -1,4 +1,5 @@
-"""The gated delta rule against its definition, step by step in float64, and against its chunked form; states in slots."""
+"""Tests the gated delta rule against its definition, step by step in float64, and against its chunked form. Also tests the slots of
+states."""
 
 from __future__ import annotations
 
@@ -129,8 +130,8 @@ def test_a_prompt_in_parts_is_the_prompt() -> None:
 
 
 def test_accepting_part_of_a_draft_is_choosing_a_slot() -> None:
-    """Two of four draft tokens are accepted. The next call reads the state after the second one, as if only two had been
-    decoded."""
+    """Accepts two of four draft tokens. The next call reads the state after the second token, so its result is as if only two
+    tokens had been decoded."""
     draft = {name: x.unsqueeze(0) for name, x in tokens_of(4).items()}
     following = {name: x.unsqueeze(0) for name, x in tokens_of(1, seed=1).items()}
     states = initial_states(6).float().double()

@@ -1,4 +1,4 @@
-"""MLA: the absorbed and the plain form agree, also with PyTorch's attention and with the operators for MHA."""
+"""Tests that the absorbed and the plain form of MLA agree with each other, with PyTorch's attention, and with the MHA operators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ints(*values: int) -> Tensor:
 
 
 class Layer:
-    """The projections before and after a layer's attention, in float64, and the tokens of one sequence."""
+    """An MLA layer: the projections before and after the attention, in float64, and the tokens of one sequence."""
 
     def __init__(self, tokens: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -187,7 +187,8 @@ def test_no_sequences() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 30), st.integers(1, 30), st.integers(0, 99), st.data())
 def test_chunks_merged_by_their_log_sum_exps_are_the_whole(tokens: int, chunk: int, seed: int, data: st.DataObject) -> None:
-    """A prompt runs in chunks. Each chunk attends to itself and, separately, to each preceding chunk; the results are merged."""
+    """Runs a prompt in chunks. Each chunk attends to itself and, in separate calls, to each preceding chunk. The merged results
+    must equal those of the whole prompt."""
     q, k, v = Layer(tokens, seed).plain()
     whole, whole_lse = tensors(mla_prefill(q, k, v, ints(0, tokens), return_lse=True, softmax_scale=SCALE))
     options: dict[str, Any] = {"return_lse": True, "softmax_scale": SCALE}
@@ -201,10 +202,10 @@ def test_chunks_merged_by_their_log_sum_exps_are_the_whole(tokens: int, chunk: i
             arguments = (q[rows], k[part], v[part], ints(0, count))
             earlier = mla_prefill(*arguments, cu_seqlens_kv=ints(0, length), is_causal=False, **options)
             out, lse = attn_merge_state(out, lse, *tensors(earlier))
-        # Each LSE was rounded to float32 before the merge.
+        # The tolerance covers the rounding of each LSE to float32 before the merge.
         torch.testing.assert_close(out, whole[rows], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(lse, whole_lse[rows], rtol=1e-5, atol=1e-6)
-        # Against all keys at once, the queries are the last tokens.
+        # The same queries attend to all keys in one call. There, the queries are the last tokens.
         keys = slice(0, rows.stop)
         at_once = mla_prefill(q[rows], k[keys], v[keys], ints(0, count), cu_seqlens_kv=ints(0, rows.stop), **options)
         torch.testing.assert_close(tensors(at_once)[0], whole[rows])

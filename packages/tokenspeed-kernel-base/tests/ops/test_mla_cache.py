@@ -1,4 +1,4 @@
-"""Writing the MLA cache, against a loop over tokens, and together with attention that reads the cache."""
+"""Tests operators that write the MLA cache, against a loop over tokens, and together with attention that reads the cache."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def test_it_is_rope_then_quantise_then_store(out_dtype: torch.dtype | None, cach
 
 
 def test_decoding_from_what_was_written_is_attention_with_rotated_keys() -> None:
-    """The last token of a sequence attends to all tokens. The expected result is computed without any operator."""
+    """The last token of a sequence attends to all tokens. The test computes the expected result without any operator."""
     arguments = made(tokens=7)
     kv_cache = torch.full((3, 4, 12), math.nan)
-    slots = torch.tensor([8, 9, 10, 11, 0, 1, 2])  # page 2, then page 0
+    slots = torch.tensor([8, 9, 10, 11, 0, 1, 2])  # slots of page 2, then of page 0
     q = apply_rope_mla(**arguments, kv_cache=kv_cache, slot_mapping=slots, interleaved=True)
     table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
     got = mla_decode_with_kvcache(q[-1:], kv_cache, table, lengths, 8, kv_lora_rank=8, softmax_scale=0.3)

@@ -1,4 +1,4 @@
-"""MLA caches with one scale for each 128 elements: their byte layout, storing to them, and attention to them."""
+"""Tests MLA caches with one scale for each 128 elements: their byte layout, stores to these caches, and attention to them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def test_a_token_is_latents_then_scales_then_rotary_elements() -> None:
-    """The layout is checked byte by byte, with the sizes of DeepSeek-V3.2."""
+    """Checks the layout byte by byte, with the sizes of DeepSeek-V3.2."""
     packed = torch.zeros(2, 3, 656, dtype=U8)
     views = mla_cache_views(packed)
     latent, k_rope = normal(1, 512), normal(1, 64)
@@ -94,7 +94,7 @@ def test_attention_agrees_with_the_dequantised_cache() -> None:
 
 
 def test_views_of_pages_that_are_apart() -> None:
-    """Pages, and tokens within a page, may be strided, for example in a buffer of several layers."""
+    """Passes pages that are strided, as are the tokens within a page, for example in a buffer of several layers."""
     layers = torch.zeros(3, 2, 5, WIDTH + 8, dtype=U8)
     packed = layers[:, 1, :, 4 : 4 + WIDTH]
     views = mla_cache_views(packed, RANK, ROPE)

@@ -87,7 +87,7 @@ def independent(x: torch.Tensor, weights: Any, topk_weights: torch.Tensor, topk_
             gate, up = (both[0::2], both[1::2]) if plan.w13_interleaved else (both[:size], both[size:])
             if plan.limit is not None:
                 gate, up = np.minimum(gate, plan.limit), np.clip(up, -plan.limit, plan.limit)
-            with np.errstate(over="ignore"):  # the quotient is 0 then
+            with np.errstate(over="ignore"):  # if exp overflows, the quotient is 0, as it should be
                 hidden = (up + plan.beta) * gate / (1 + np.exp(-plan.alpha * gate))
             between = rounded(hidden, plan.activation_dtype, weights.w2_input_scale)
             down = w2[expert] @ between + (b2[expert] if b2 is not None else 0)
@@ -96,7 +96,7 @@ def independent(x: torch.Tensor, weights: Any, topk_weights: torch.Tensor, topk_
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the largest difference, relative to the largest expected magnitude."""
+    """Returns the largest absolute difference, divided by the largest expected magnitude."""
     if not got.numel():
         return 0.0
     return float((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
@@ -112,8 +112,8 @@ def test_cases_against_a_loop_in_float64(name: str) -> None:
     if arguments["plan"].activation_dtype == "none":
         assert error(got, expected) <= (1e-5 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps)
         return
-    # The operator's intermediate is float32, and that of the expected result is float64. So some elements round to the neighbouring
-    # quantised value.
+    # The operator quantises a float32 intermediate, and the expected result a float64 intermediate. So some elements round to a
+    # neighbouring quantised value.
     assert error(got, expected) < 0.02
     exact = dataclasses.replace(arguments["plan"], activation_dtype="none")
     assert error(got, independent(**{**arguments, "plan": exact})) > 2 * error(got, expected)
@@ -181,7 +181,7 @@ def test_gpt_oss_experts_of_transformers() -> None:
     config._experts_implementation = "eager"
     experts, router = modeling.GptOssExperts(config), modeling.GptOssTopKRouter(config)
     for parameter in (*experts.parameters(), *router.parameters()):
-        torch.nn.init.normal_(parameter, std=0.7)  # large enough to reach the limit
+        torch.nn.init.normal_(parameter, std=0.7)  # large enough that the clamp at the limit matters
     x = torch.randn(11, 48)
     with torch.no_grad():
         _, scores, indices = router(x)
@@ -327,7 +327,7 @@ def test_calls_with_foreign_weights_are_remembered(monkeypatch: pytest.MonkeyPat
     arguments = build("dense float32, 4 experts, odd sizes")
     arguments["weights"] = foreign(arguments["weights"])
     moe_apply(**arguments)
-    monkeypatch.setattr(OPERATOR, "check_call", None)  # a call on the slow path would now fail
+    monkeypatch.setattr(OPERATOR, "check_call", None)  # from now on, a call that takes the slow path fails
     assert timeit.timeit(lambda: moe_apply(**arguments), number=3) > 0
 
 

@@ -1,4 +1,4 @@
-"""MoE from a plan through processed weights to the kernel for which they were processed."""
+"""Tests MoE from a plan, over processed weights, to the kernel for which the weights were processed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def call_with(weights: Any, plan: MoEPlan) -> dict[str, Any]:
 
 
 def reverse(weights: MoEWeights, plan: MoEPlan) -> Any:
-    """A layout for tests: hidden rows of w2 in reverse order. The returned object has no ``layout``."""
+    """Converts weights to a layout for tests, in which the hidden rows of w2 are in reverse order. The returned object has no
+    ``layout``."""
     assert plan.weight_layout == LAYOUT
     changed = dataclasses.replace(weights, w2_weight=weights.w2_weight.flip(1))
     return SimpleNamespace(**{name: getattr(changed, name) for name in ATTRIBUTES})
@@ -75,7 +76,7 @@ OWN_LAYOUT = {"weight_layout": LAYOUT, "processed_weights": True}
 
 @pytest.fixture
 def register() -> Iterator[Register]:
-    """Registers kernels for one test."""
+    """Yields a function that registers kernels for one test."""
     names: list[str] = []
     CALLS.clear()
 
@@ -159,7 +160,7 @@ def test_an_unmentioned_feature_makes_a_kernel_ineligible(register: Register, op
         ({"limit": 256.0}, True),
         ({"limit": 7.0, "beta": -1e4}, True),
         ({"limit": 7.0, "alpha": 1e-6}, True),  # gate * sigmoid(alpha * gate) reaches -278,500
-        ({"limit": 7.0, "alpha": -1.0}, True),  # unbounded for negative gates
+        ({"limit": 7.0, "alpha": -1.0}, True),  # the activation is unbounded for negative gates
         ({}, True),
     ],
     ids=str,
@@ -213,7 +214,7 @@ def test_override_and_solution(register: Register) -> None:
     assert plan_of().kernel == "reversing"
     assert plan_of(override="reference_moe_apply").kernel == "reference_moe_apply"
     assert plan_of(solution="reference").kernel == "reference_moe_apply"
-    # An override skips trait gates, as everywhere; the plan still has the kernel's layout.
+    # An override skips trait gates, as for every operator. The plan still has the kernel's layout.
     forced = plan_of(bias=True, override="reversing")
     assert (forced.kernel, forced.weight_layout) == ("reversing", LAYOUT)
     with kernel_override("moe", "moe_apply", "reference_moe_apply"):
@@ -296,7 +297,8 @@ def test_wrong_plans(error: type[Exception], message: str, options: dict[str, An
 
 
 def test_zeros_may_be_appended_to_sizes() -> None:
-    """The plan's message suggests zero-padding of tokens, weights and biases. The extra features of the results are then zero."""
+    """The error message of a plan suggests appending zeros to tokens, weights and biases. Asserts that the extra features of the
+    results are then zero."""
     hidden, intermediate, call = 40, 24, call_with(None, plan_of())
     torch.manual_seed(0)
     w13, w2 = torch.randn(E, 2 * intermediate, hidden), torch.randn(E, hidden, intermediate)
@@ -345,7 +347,7 @@ def test_scales_may_have_the_dtype_of_e8m0() -> None:
     assert processed.w13_weight_scale is not None
     assert torch.equal(processed.w13_weight_scale, given.w13_weight_scale)
     call = call_with(given, plan)
-    for weights in (processed, other):  # canonical weights need no preprocessing
+    for weights in (processed, other):  # weights in the canonical layout need no preprocessing
         assert torch.equal(moe_apply(**{**call, "weights": weights}), moe_apply(**call))
 
 
@@ -557,7 +559,8 @@ def test_processed_weights_never_reach_a_kernel_for_others(register: Register) -
     register()
     plan = plan_of()
     own = call_with(moe_apply.prepare(weights_of(), plan), plan)
-    # Three kernels have a higher priority: one states no layout, one has another layout, and one does not declare the flag.
+    # Three kernels have a higher priority but are not eligible: one declares no layout, one has another layout, and one does not
+    # declare the flag ``processed_weights``.
     register("silent", traits={}, priority=16)
     register("other", traits={"weight_layout": "other", "processed_weights": True}, priority=15)
     register("forgot", traits={"weight_layout": LAYOUT}, priority=14)
@@ -595,7 +598,7 @@ def test_preprocessor_by_name(register: Register, monkeypatch: pytest.MonkeyPatc
 
 
 def test_preprocessors_that_do_not_deliver(register: Register) -> None:
-    register(priority=7)  # this kernel's `prepare` makes a layout of other kernels
+    register(priority=7)  # its weight preprocessor makes the layout that the kernels below declare too
     register("none", weight_preprocessor=None, priority=9)
     with pytest.raises(ValueError, match=r"'rows-reversed' already.*none .*no weight_prepro"):
         moe_apply.prepare(weights_of(), plan_of())

@@ -26,8 +26,8 @@ def brute_force(
     top_groups: int = 1,
     scaling_factor: float = 1.0,
 ) -> tuple[list[list[float]], list[list[int]]]:
-    """Computes the definition for one token at a time, with lists, in float64. Where the contract says so, values are ranked in
-    float32."""
+    """Computes the definition for one token at a time, with lists, in float64. Values are ranked in float32 where the operator's
+    docstring says so."""
 
     def best_first(values: list[float], which: Iterable[int]) -> list[int]:
         return sorted(which, key=lambda i: (0.0, i) if math.isnan(values[i]) else (1.0, -values[i], i))
@@ -88,7 +88,7 @@ def test_random_routing_against_brute_force(data: st.DataObject) -> None:
     scores = ("softmax", "sigmoid", "sqrtsoftplus")
     compare(
         {
-            # float64 logits: both sides round the same scores to float32 before ranking them.
+            # With float64 logits, the operator and the definition round the same scores to float32 before ranking them.
             "logits": logits.double() if bias is not None else logits,
             "top_k": data.draw(st.integers(1, experts // num_groups * top_groups)),
             "scoring": data.draw(st.sampled_from(scores)),
@@ -140,7 +140,7 @@ def test_bias_bears_on_the_choice_only() -> None:
 
 
 def test_ranks_by_logits_even_where_scores_round_to_the_same() -> None:
-    # sigmoid is 1.0 in float32 for all three; softmax is 0 for the first two.
+    # In float32, the sigmoid of all three logits is 1.0, and the softmax of the first two is 0.
     logits = torch.tensor([[40.0, 41.0, 300.0]])
     assert moe_topk(logits, 3, "sigmoid")[1].tolist() == [[2, 1, 0]]
     assert moe_topk(logits, 3)[1].tolist() == [[2, 1, 0]]

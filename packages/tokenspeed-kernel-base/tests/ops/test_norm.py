@@ -1,4 +1,4 @@
-"""rmsnorm, layernorm and qk_rmsnorm against the formula in float64."""
+"""Tests rmsnorm, layernorm and qk_rmsnorm against their formulas in float64."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def test_layernorm_is_the_formula_rounded_once(shape: tuple[int, ...], dtype: to
     got = layernorm(x, weight if given[0] else None, bias if given[1] else None, eps=1e-5)
     assert got.dtype == dtype
     assert got.is_contiguous()
-    # Subtracting the mean and adding the bias may cancel: the error of the arithmetic is relative to the terms.
+    # Subtracting the mean and adding the bias may cancel. So the error of the arithmetic is relative to the terms, not to the
+    # result.
     arithmetic = 16 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps * (scaled.abs() + exact.abs() + 1)
     assert ((got.double() - exact).abs() <= 0.501 * torch.finfo(dtype).eps * exact.abs() + arithmetic).all()
 
@@ -81,7 +82,8 @@ def test_layernorm_agrees_with_torch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_float32_residual_beside_16_bit_floats(dtype: torch.dtype) -> None:
-    """The residual stream stays float32. The sum of residual and x is normalised without rounding to x's dtype."""
+    """Asserts that the residual stream stays float32: the sum of residual and x is normalised without being rounded to x's
+    dtype."""
     x, residual, weight = torch.randn(6, 64, dtype=dtype), torch.randn(6, 64) * 100, torch.randn(64, dtype=dtype)
     normed, total = rmsnorm(x, weight, residual=residual)
     assert (normed.dtype, total.dtype) == (dtype, torch.float32)

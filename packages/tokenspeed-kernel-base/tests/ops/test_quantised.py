@@ -1,4 +1,5 @@
-"""Fused operators that quantise another operator's result: they equal the two operators in sequence, bit for bit."""
+"""Tests fused operators that quantise another operator's result: their results equal those of the two operators in sequence, bit
+for bit."""
 
 from __future__ import annotations
 

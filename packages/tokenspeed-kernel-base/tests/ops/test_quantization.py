@@ -1,4 +1,5 @@
-"""The quantisation operators: their formulas in numpy, edges, errors, outputs, torch.compile."""
+"""Tests the quantisation operators: against formulas in NumPy, at the limits of formats, for errors, provided outputs, and under
+torch.compile."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def _bytes(t: torch.Tensor) -> list[int]:
 
 
 def _groups(shape: tuple[int, int], granularity: str, block: int) -> list[tuple[tuple[int, ...], tuple[slice, slice]]]:
-    """Yields the index of each scale, and the elements that share the scale."""
+    """Returns the index of each scale, with the slices of the elements that share the scale."""
     m, k = shape
     rows = {"tensor": m, "block2d": block}.get(granularity, 1)
     columns = block if granularity.startswith("block") else k
@@ -69,8 +70,8 @@ def test_quantize_fp8_is_its_formula_in_every_bit(dtype: torch.dtype, granularit
 @settings(deadline=None, max_examples=30)
 @given(x=_matrix(max_rows=5, columns=21))
 def test_fp8_scales_that_are_powers_of_two(dtype: torch.dtype, granularity: str, x: np.ndarray[Any, Any]) -> None:
-    """The scale must be the smallest power of two at which nothing saturates, in exact arithmetic. Packed scales must have the same
-    bytes, zero-padded."""
+    """Asserts, in exact arithmetic, that each scale is the smallest power of two at which nothing saturates. Packed scales must
+    have the same bytes, padded with zeros."""
     values = torch.from_numpy(x)
     q, scale = quantize_fp8(values, granularity, 4, dtype, torch.uint8)
     for index, group in _groups(x.shape, granularity, 4):  # type: ignore[arg-type]
@@ -107,7 +108,8 @@ def test_fp8_round_trip_is_within_half_a_step(x: np.ndarray[Any, Any]) -> None:
         each = {"tensor": 1, "token": 1, "block": 16, "block2d": 16}[granularity]
         wide = scale.expand(len(x), 1) if granularity in ("tensor", "token") else scale.repeat_interleave(each, 1)[:, :48]
         wide = wide.repeat_interleave(16, 0)[: len(x)] if granularity == "block2d" else wide
-        # Half a relative step of 2^-3, or half the smallest value 2^-9, and a margin for the float32 operations.
+        # The bound is half of e4m3's relative step 2^-3, or half of its smallest value 2^-9, plus a margin for the float32
+        # operations.
         assert ((back - values).abs() <= values.abs() * (2**-4 + 2**-20) + wide * 2**-10 * (1 + 2**-20)).all()
 
 
@@ -115,7 +117,7 @@ def test_fp8_round_trip_is_within_half_a_step(x: np.ndarray[Any, Any]) -> None:
 @given(x=_matrix(), power=st.integers(-40, 40))
 def test_fp8_codes_do_not_change_with_a_power_of_two(x: np.ndarray[Any, Any], power: int) -> None:
     values = torch.from_numpy(x)
-    values = torch.where(values.abs() < 1e-12, 0.0, values)  # so that no scale reaches its lower bound, and nothing is subnormal
+    values = torch.where(values.abs() < 1e-12, 0.0, values)  # no scale reaches its lower bound, and nothing is subnormal
     (q, scale), (same, scaled) = quantize_fp8(values), quantize_fp8(values * 2.0**power)
     assert _bytes(q) == _bytes(same)
     filled = values.abs().amax(-1) > 0
@@ -125,7 +127,7 @@ def test_fp8_codes_do_not_change_with_a_power_of_two(x: np.ndarray[Any, Any], po
 @settings(deadline=None)
 @given(codes=arrays(np.uint8, (2, 32), elements=st.integers(0, 255).filter(lambda c: c & 0x7F != 0x7F)), power=st.integers(-60, 60))
 def test_representable_fp8_values_round_trip(codes: np.ndarray[Any, Any], power: int) -> None:
-    codes[:, 0] = 0x7E  # the first value of each row is 448, so that the scale is the power of two
+    codes[:, 0] = 0x7E  # the first value of each row is 448, so the scale is 2^power
     q = torch.from_numpy(codes).view(E4M3)
     again, scale = quantize_fp8(q.float() * 2.0**power)
     assert scale.flatten().tolist() == [2.0**power] * 2
@@ -237,8 +239,8 @@ def test_nvfp4_round_trip_is_within_its_steps(x: np.ndarray[Any, Any]) -> None:
     packed, scale = quantize_nvfp4(values, global_scale)
     back = dequantize_nvfp4(packed, scale, global_scale, torch.float32)
     amax = values.abs().reshape(len(x), 3, 16).amax(-1).repeat_interleave(16, -1)
-    # Half of e2m1's widest step (1/6 of the block's range). The scale's error is at most 2^-4, or half of e4m3's smallest
-    # value.
+    # The bound adds two errors. Half of e2m1's widest step is 1/6 of the block's amax. The relative error of the scale is at most
+    # 2^-4, or its error is half of e4m3's smallest value.
     assert ((back - values).abs() <= amax * (1 / 6 + 2**-4 + 0.02) + 6 * global_scale * 2**-10).all()
 
 
@@ -264,7 +266,7 @@ def test_nvfp4_of_all_zeros_by_the_recipe_is_zeros(shape: tuple[int, ...]) -> No
 
 
 def test_nvfp4_with_a_global_scale_of_zero_decodes_to_zeros() -> None:
-    x = torch.tensor([[0.0] * 16, [1e-45] * 16, [3.0] * 16])  # the second row's scale would round to 0
+    x = torch.tensor([[0.0] * 16, [1e-45] * 16, [3.0] * 16])  # with global_scale 1, the second row's scale would round to 0
     packed, scale = quantize_nvfp4(x, torch.zeros(1))
     assert not dequantize_nvfp4(packed, scale, torch.zeros(1)).any()
 
@@ -423,7 +425,8 @@ def test_malformed_calls(call: Callable[[], Any], error: type[Exception], messag
 
 @pytest.mark.parametrize("granularity", ["block", "block2d"])
 def test_a_block_may_be_longer_than_a_row(granularity: str) -> None:
-    """A block that is longer than a row has all elements of the row. The operator allocates no memory for a whole block."""
+    """Asserts that a block of 2^31 elements acts like a block as long as the row. The operator must not allocate memory for a whole
+    block."""
     x = torch.randn(3, 40)
     codes, scale = quantize_fp8(x, granularity, 2**31)
     wanted_codes, wanted_scale = quantize_fp8(x, granularity, 40)

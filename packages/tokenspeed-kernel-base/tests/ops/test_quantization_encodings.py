@@ -1,4 +1,4 @@
-"""The narrow formats against tables of all their values, computed here from the formats' definitions."""
+"""Tests the narrow formats against tables of all their values. The tables are computed here from the formats' definitions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAN, INF = math.nan, math.inf
 
 
 def _value(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
-    """Returns the value of a sign, an exponent and a mantissa. The lowest exponent is subnormal."""
+    """Returns the value of a bit pattern of sign, exponent and mantissa. Values with exponent 0 are subnormal."""
     mantissa = code & ((1 << mantissa_bits) - 1)
     exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
     sign = -1.0 if code >> (mantissa_bits + exponent_bits) else 1.0
@@ -128,7 +128,7 @@ def test_rounding_at_and_around_every_midpoint(fmt: torch.dtype | str) -> None:
     values = [float(v) for v, _ in _TABLES[fmt]]
     points = []
     for low, high in itertools.pairwise(values):
-        middle = torch.tensor((low + high) / 2)  # exact: one bit more than the format's
+        middle = torch.tensor((low + high) / 2)  # exact in float32: it has one mantissa bit more than the format
         points += [middle, torch.nextafter(middle, torch.tensor(-INF)), torch.nextafter(middle, torch.tensor(INF))]
     x = torch.stack(points)
     x = torch.cat((x, -x))
@@ -237,7 +237,7 @@ def test_any_mxfp4_block_round_trips(codes: list[int], scale: int) -> None:
 @settings(deadline=None)
 @given(block=_BLOCKS)
 def test_quantised_blocks_round_trip(block: list[float]) -> None:
-    # Not every block of e4m3 values round-trips: 240 alone becomes 480 at the specified scale, and saturates.
+    # Not every block of e4m3 values round-trips. If 240 is the largest value, it is scaled to 480 and saturates.
     for encode, decode in ((encode_mxfp4, decode_mxfp4), (encode_mxfp8, decode_mxfp8)):
         first, scale = encode(torch.tensor(block))
         second, same = encode(decode(first, scale))

@@ -1,4 +1,4 @@
-"""`Quantization`: the values that it may hold, and that `quantize` calls the operator that it names."""
+"""Tests which attributes a `Quantization` may have, and that `quantize` calls the operator of the format."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_it_passes_through_the_compiler(kind: str, second: Any, options: dict[st
 
 
 def test_another_value_is_another_decision() -> None:
-    """A new but equal value, or a value with another scale tensor, is the same call and needs no new decision."""
+    """Asserts that a call with a new but equal `Quantization`, or with another scale tensor, needs no new decision."""
     x = draw(4, 64)
     for _ in range(2):
         for kind, second, options in EACH:

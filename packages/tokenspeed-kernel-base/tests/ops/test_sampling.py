@@ -1,4 +1,5 @@
-"""argmax and sample_top_k_top_p: random numbers bit by bit, selections against Python integers, frequencies by chi-square."""
+"""Tests argmax and sample_top_k_top_p: random numbers bit by bit, selections against Python integers, frequencies by chi-square
+tests."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_uniform_is_spread_evenly() -> None:
     numbers = uniform(torch.full((100_000,), 7), torch.arange(100_000))
     counts = torch.histc(numbers, bins=64, min=0, max=1)
     assert chi_square(counts, torch.full((64,), 1 / 64)) < 113  # 63 degrees of freedom, p = 1e-4
-    # No correlation between adjacent offsets, nor between adjacent seeds.
+    # The numbers of adjacent offsets must not correlate, nor those of adjacent seeds.
     other = uniform(torch.arange(100_000), torch.full((100_000,), 7))
     for x in (numbers, other):
         centred = x.double() - 0.5
@@ -146,7 +147,7 @@ def settings_for(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: flo
 
 
 def choose(row: list[float], temperature: float, top_k: int, top_p: float, u: float) -> int:
-    """Selects a token by the specification, token by token, with Python integers."""
+    """Selects a token as the docstring of `sample_top_k_top_p` specifies, with Python integers."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     if temperature == 0:
         return order[0]
@@ -193,7 +194,7 @@ REQUEST = st.tuples(
 def test_the_choice_is_the_specified_one(data: st.DataObject, vocab: int, rows: int) -> None:
     logits = data.draw(st.lists(st.lists(LOGITS, min_size=vocab, max_size=vocab), min_size=rows, max_size=rows))
     for row in logits:
-        row[data.draw(st.integers(0, vocab - 1))] = 1.0  # at least one is finite
+        row[data.draw(st.integers(0, vocab - 1))] = 1.0  # at least one logit of a row is finite
     temperature, top_k, top_p, seed, offset = zip(*[data.draw(REQUEST) for _ in range(rows)], strict=True)
     u = uniform(torch.tensor(seed), torch.tensor(offset)).tolist()
     got = sample_top_k_top_p(
@@ -220,7 +221,7 @@ def test_frequencies_are_the_softmax(temperature: float) -> None:
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
     [
-        (3, 1.0, [1, 7, 4]),  # tokens 4 and 5 tie: the lower id stays
+        (3, 1.0, [1, 7, 4]),  # tokens 4 and 5 have equal logits, so the lower id is kept
         (0, 0.5, [1, 7]),
         (4, 0.75, [1, 7, 4]),
         (5, 0.99, [1, 7, 4, 5, 0]),
@@ -232,7 +233,7 @@ def test_frequencies_are_the_restricted_softmax(top_k: int, top_p: float, kept: 
     got = sample_top_k_top_p(logits.expand(draws, -1), **settings_for(draws, 1.0, top_k, top_p, seed=-5))
     counts = torch.bincount(got, minlength=8)
     assert set(counts.nonzero().flatten().tolist()) == set(kept)
-    assert chi_square(counts[kept], torch.softmax(logits[kept].double(), dim=-1)) < 23.6  # at most 4 degrees, p = 1e-4
+    assert chi_square(counts[kept], torch.softmax(logits[kept].double(), dim=-1)) < 23.6  # at most 4 degrees of freedom, p = 1e-4
 
 
 def support(logits: torch.Tensor, **options: Any) -> set[int]:
@@ -257,8 +258,8 @@ def test_the_edges_of_top_k_and_top_p() -> None:
 
 
 def test_a_number_on_the_boundary_of_two_tokens_belongs_to_the_second() -> None:
-    # With equal logits, token i begins at i / 4096 exactly. Few random numbers equal such a boundary, so the test searches for
-    # them.
+    # With equal logits, the interval of token i begins at exactly i / 4096. Few random numbers equal such a boundary, so the test
+    # searches for them.
     offsets = torch.arange(1 << 19)
     u = uniform(torch.zeros_like(offsets), offsets).double()
     hits = (u * 4096).frac() == 0
@@ -269,7 +270,7 @@ def test_a_number_on_the_boundary_of_two_tokens_belongs_to_the_second() -> None:
 
 
 def test_values_out_of_range_that_cannot_be_checked_do_what_is_documented() -> None:
-    # Values on a device are not checked; the body computes what happens then.
+    # Values in device memory are not checked. The operator's body computes the documented results for such values.
     body = sample_top_k_top_p.operator.body
     torch.manual_seed(0)
     logits = torch.randn(4, 30)

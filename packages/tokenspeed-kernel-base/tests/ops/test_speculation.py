@@ -1,5 +1,5 @@
-"""Verification of drafts preserves the target's distribution: chi-square tests against Markov chains, whose distributions are
-known."""
+"""Tests that verification of drafts preserves the target's distribution, by chi-square tests against Markov chains, whose
+distributions are known."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tokenspeed_kernel_base.ops.speculation.verify_draft_probs import verify_dra
 from tokenspeed_kernel_base.ops.speculation.verify_draft_tokens import verify_draft_tokens
 
 VOCAB, MANY = 5, 30000
-# The probability with which random samples of a correct implementation fail a test. Seeds are fixed, so a test fails always or
-# never.
+# The probability that random samples of a correct implementation fail a test. Seeds are fixed, so a test fails in every run or in
+# none.
 ALPHA = 1e-4
 CHAIN = [-1, 0, 1, 2]
 BUSH = [-1, 0, 0, 0, 1, 1, 2, 4]
@@ -56,8 +56,8 @@ def drafted(tree: list[int], draft: Tensor, root: int, generator: torch.Generato
 
 
 def first_three(tokens: Tensor, counts: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-    """Counts how often each sequence of three tokens is emitted. If the accepted path is shorter, the target samples the remaining
-    tokens."""
+    """Counts how often each sequence of three tokens is emitted. If a call emits fewer than three tokens, the remaining tokens are
+    sampled from the target."""
     emitted = tokens[:, :3].clone()
     for at in range(1, 3):
         more = sample(target[emitted[:, at - 1]], generator)
@@ -90,8 +90,8 @@ def test_drawn_drafts_keep_the_distribution(name: str, warmth: float) -> None:
 
 
 def test_speculation_by_operators_alone_is_sampling() -> None:
-    """Operators draft, compute distributions and verify, with top-p. The first emitted token must have the distribution of the
-    target's own samples."""
+    """Drafts, computes the distributions and verifies with operators alone, with top-p. The first emitted token must be distributed
+    like the target's own samples."""
     generator = torch.Generator().manual_seed(3)
     target_logits, draft_logits = (torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
     root, seed = torch.full((MANY,), 2), torch.arange(MANY)
@@ -125,7 +125,7 @@ def test_more_siblings_are_accepted_more_often() -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_chosen_drafts_and_samples_of_the_target_keep_the_distribution(name: str) -> None:
-    """All sequences have the same drafts: the most probable ones of the draft model."""
+    """Gives all sequences the same drafts, the most probable tokens of the draft model."""
     tree, root = TREES[name], 1
     target, draft = transitions(3), transitions(4)
     tokens, used = [root], [0] * len(tree)
@@ -200,10 +200,10 @@ def test_a_probability_that_is_not_finite_is_that_of_no_token(bad: float) -> Non
     tokens, rest = torch.ones(count, 2, dtype=torch.int64), (torch.arange(count), torch.zeros(count, dtype=torch.int64))
     target, drafts = torch.tensor([0.0, 0.25, 0.25, 0.5]).repeat(count, 2, 1), torch.full((count, 1, 4), 0.25)
     emitted, _, counts = verify_draft_probs(target, drafts, tokens, *rest)
-    assert set(emitted[:, 0].tolist()) == {1}  # it has equal probability in both models
+    assert set(emitted[:, 0].tolist()) == {1}  # token 1 has equal probability in both models
     assert (counts == 2).all()
 
-    for spoilt in (target, drafts):  # neither accepted nor sampled
+    for spoilt in (target, drafts):  # token 1 must be neither accepted nor sampled
         kept = spoilt[:, :, 1].clone()
         spoilt[:, :, 1] = bad
         emitted, _, counts = verify_draft_probs(target, drafts, tokens, *rest)

@@ -1,4 +1,4 @@
-"""State-space recurrences: against scalar loops, prefill against decode, and rejected drafts against accepted tokens only."""
+"""Tests state-space recurrences: against scalar loops, prefill against decode, and rejected drafts against accepted tokens only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def states(slots: int, seed: int = 0) -> torch.Tensor:
 
 
 def written_out(given: dict[str, Any], token: int, head: int, state: list[list[float]]) -> list[float]:
-    """Computes one token of one head with scalar loops, by the formula of the operator's docstring. Changes the state."""
+    """Computes one token of one head with scalar loops, by the formula of the operator's docstring. Updates the state in place."""
     step = float(given["dt"][token, head])
     if "dt_bias" in given:
         step = math.log1p(math.exp(step + float(given["dt_bias"][head])))
@@ -90,7 +90,7 @@ def part(given: dict[str, Any], begin: int, end: int, batched: bool = False) -> 
 @settings(max_examples=15, deadline=None)
 @given(length=st.integers(0, 8), cut=st.integers(0, 8), step=st.integers(1, 3))
 def test_parts_of_a_sequence_are_the_whole(length: int, cut: int, step: int) -> None:
-    """Compares a whole sequence with two prefills, and with decodes of a few tokens each."""
+    """Asserts that a prefill of a whole sequence equals two prefills of its parts, and decodes of a few tokens each."""
     cut, given_operands = min(cut, length), operands(length, full=True)
     whole, halves, decoded = torch.zeros_like(states(1)), torch.full_like(states(1), torch.nan), torch.zeros_like(states(1))
     wanted = ssd_prefill(**given_operands, cu_seqlens=sums([length]), states=whole, state_slots=ints(0))
@@ -108,7 +108,7 @@ def test_parts_of_a_sequence_are_the_whole(length: int, cut: int, step: int) -> 
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
 def test_rejected_drafts_leave_nothing(accepted: int) -> None:
-    """The states after each of four drafts are kept. The next step starts from the state of the last accepted draft."""
+    """Keeps the states after each of four draft tokens. The next step starts from the state of the last accepted token."""
     given_operands, start = operands(6, full=True), states(1)
     kept = torch.cat((start, torch.full((4, *start.shape[1:]), torch.nan, dtype=F64)))
     output_slots = ints(1, 2, 3, 4).view(1, 4)

@@ -1,4 +1,4 @@
-"""Slots of state caches: which are read, which are written, and which are rejected."""
+"""Tests the slots of state caches: which slots are read, which are written, and which are rejected."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def test_a_slot_that_is_written_to_is_read_by_no_other_request() -> None:
     )
     check = Checker("decode")
     states = torch.zeros(8, 2)
-    check_values_slots(check, states, ints(2, 3), ints(2, 5, 3, 4).view(2, 2))  # its own slot
-    check_values_slots(check, states, ints(0, 0, -1), ints(2, 5, -1, -1, -1, -1).view(3, 2))  # two requests read it, none writes it
+    check_values_slots(check, states, ints(2, 3), ints(2, 5, 3, 4).view(2, 2))  # each request also writes to the slot that it reads
+    check_values_slots(check, states, ints(0, 0, -1), ints(2, 5, -1, -1, -1, -1).view(3, 2))  # both read slot 0, none writes to it
     check_values_slots(check, states, ints(-1, -1))
-    check_values_slots(check, states, None, ints(1, 1).view(1, 2))  # cannot be read
+    check_values_slots(check, states, None, ints(1, 1).view(1, 2))  # state_slots are in device memory, so nothing is checked
 
 
 @pytest.mark.parametrize(("batch", "slots", "tokens"), [(5, 20, 3), (5, 15, 3), (4, 9, 1), (7, 9, None), (0, 3, 2)])

@@ -1,4 +1,5 @@
-"""token_logprobs and argmax_with_value against log_softmax, and merged results of parts of a vocabulary against the whole."""
+"""Tests token_logprobs and argmax_with_value against log_softmax, and merged results of vocabulary shards against results of the
+whole vocabulary."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def test_tokens_without_probability() -> None:
     assert top[2:, 2].tolist() == [-INF, -INF]
     assert lse[:2].tolist() == [0.0, -INF]
     assert lse[2:].isnan().all()
-    # Tokens outside of the vocabulary.
+    # Tokens that the logits do not cover have log-probability -inf.
     assert token_logprobs(logits, torch.tensor([-1, 3, 100, 5]), first_token=10)[0].tolist() == [-INF] * 4
 
 
@@ -110,7 +111,7 @@ def test_tokens_without_probability() -> None:
 @given(seed=st.integers(0, 2**31), ends=st.sets(st.integers(1, 59), max_size=4), top_k=st.integers(0, 5), flip=st.booleans())
 def test_parts_merge_into_the_whole(seed: int, ends: set[int], top_k: int, flip: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits = (2 * torch.randn(6, 60, generator=generator)).round()  # many are equal
+    logits = (2 * torch.randn(6, 60, generator=generator)).round()  # many logits are equal
     logits[0, ::2] = -INF
     tokens = torch.randint(-1, 60, (6,), generator=generator)
     bounds = [0, *sorted(ends), 60]

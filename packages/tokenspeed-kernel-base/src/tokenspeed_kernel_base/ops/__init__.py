@@ -1,1 +1,1 @@
-"""The operators: one file each, found by `tokenspeed_kernel_base.discovery.import_modules`."""
+"""The operators. Each operator has one file, which `tokenspeed_kernel_base.discovery.import_modules` finds."""

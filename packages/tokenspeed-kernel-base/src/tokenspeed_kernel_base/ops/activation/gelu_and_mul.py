@@ -18,12 +18,12 @@ _APPROXIMATIONS = ("none", "tanh")
 
 @operator("activation", "gelu_and_mul", formats=("x",), traits={"intermediate": int, "tanh": bool}, varying=("rows",))
 def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
-    """``gelu(gate) * up``, where ``gate`` is the first half of the last axis and ``up`` the second.
+    """Returns ``gelu(gate) * up``, where ``gate`` is the first half of the last axis and ``up`` the second.
 
     GELU is ``g / 2 * (1 + erf(g / sqrt(2)))`` (Hendrycks & Gimpel, 2016, arXiv:1606.08415), or its approximation
-    ``g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g^3)))``. The gate is that of GEGLU (Shazeer, 2020, arXiv:2002.05202).
-    Arithmetic is float32 (float64 for float64 inputs); the result is rounded to x's dtype once. A gate of -inf gives NaN, as the
-    formula does.
+    ``g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g^3)))``. This is the activation of GEGLU (Shazeer, 2020, arXiv:2002.05202).
+    Arithmetic is float32 (float64 for float64 inputs); the result is rounded to x's dtype once. A gate of -inf gives NaN, because
+    ``-inf * 0`` is NaN.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., 2 * d]``: gate, then up.

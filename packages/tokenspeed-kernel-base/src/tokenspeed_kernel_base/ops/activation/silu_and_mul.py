@@ -15,11 +15,12 @@ from tokenspeed_kernel_base.operator import operator
 
 @operator("activation", "silu_and_mul", formats=("x",), traits={"intermediate": int}, varying=("rows",))
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up``, where ``gate`` is the first half of the last axis, ``up`` the second, ``silu(g) = g * sigmoid(g)``.
+    """Returns ``silu(gate) * up``, where ``gate`` is the first half of the last axis, ``up`` the second, and ``silu(g) = g *
+    sigmoid(g)``.
 
-    The gate of SwiGLU (Shazeer, 2020, arXiv:2002.05202), between the two GEMMs of a feed-forward layer. Arithmetic is float32
-    (float64 for float64 inputs); the result is rounded to x's dtype once. An infinite or NaN gate gives the result of the formula
-    in IEEE arithmetic: ``silu(-inf)`` is NaN.
+    This is the activation of SwiGLU (Shazeer, 2020, arXiv:2002.05202), between the two GEMMs of a feed-forward layer. Arithmetic is
+    float32 (float64 for float64 inputs); the result is rounded to x's dtype once. An infinite or NaN gate gives the result of the
+    formula in IEEE arithmetic: ``silu(-inf)`` is NaN.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., 2 * d]``: gate, then up.
@@ -29,7 +30,7 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
         ``[..., d]`` of x's dtype, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
+        TypeError, ValueError: an argument violates a requirement above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -25,7 +25,7 @@ def swiglu(
     interleaved: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``(up + beta) * gate * sigmoid(alpha * gate)``. If a limit is given, gate and up are clamped first.
+    """Returns ``(up + beta) * gate * sigmoid(alpha * gate)``. If a limit is given, gate and up are clamped first.
 
     The clamp is one-sided for the gate, ``min(gate, limit)``, and two-sided for up, ``min(max(up, -limit), limit)``. The activation
     of GPT-OSS experts has ``alpha=1.702``, ``beta=1``, ``limit=7`` and ``interleaved`` weights. At this alpha, ``gate *
@@ -46,7 +46,7 @@ def swiglu(
         ``[..., d]`` of x's dtype, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
+        TypeError, ValueError: an argument violates a requirement above. Raised before anything is launched.
 
     Example:
         >>> import torch

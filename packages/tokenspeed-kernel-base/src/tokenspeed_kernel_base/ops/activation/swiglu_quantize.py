@@ -35,7 +35,7 @@ def swiglu_quantize(
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`quantize` of `swiglu`: a gated activation in the format that ``quantization`` names.
+    """Applies `swiglu`, then `quantize`: returns a gated activation in the format that ``quantization`` names.
 
     The activation's result is rounded to x's dtype, and then quantised. The activation is `silu_and_mul` if ``alpha=1``,
     ``beta=0``, there is no limit, and gate and up are two contiguous halves.
@@ -56,7 +56,7 @@ def swiglu_quantize(
         q and scale as `quantize` returns them for a ``[..., d]`` input; q alone if ``quantization`` has an fp8 scale.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
+        TypeError, ValueError: an argument violates a requirement above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -79,11 +79,11 @@ for _hook in Quantised.hooks:
 
 @recipe
 def _inputs(kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: options of the activation and of `draw_quantization`."""
+    """Draws x and a quantisation. ``options`` are options of the activation and of `draw_quantization`."""
     own: dict[str, Any] = {name: options.pop(name) for name in ("alpha", "limit", "beta", "interleaved") if name in options}
 
     def make(draw: Draw) -> dict[str, Any]:
-        x = draw.normal(*shape, dtype=dtype, scale=4.0)  # so that a clamp at 7 matters
+        x = draw.normal(*shape, dtype=dtype, scale=4.0)  # a standard deviation of 4 makes the clamp at 7 matter
         return {"x": x, "quantization": draw_quantization(draw, kind, **options), **own}
 
     return make
@@ -94,13 +94,13 @@ def _case(kind: str, name: str, *shape: int, large: bool = False, **options: Any
 
 
 def _silu(kind: str, name: str, *shape: int, large: bool = False, **options: Any) -> Case:
-    """A case whose activation is that of `silu_and_mul`."""
+    """Returns a case whose activation is that of `silu_and_mul`."""
     return Case(f"silu_and_mul, {kind}: {name}", _inputs(kind, *shape, alpha=1.0, beta=0.0, **options), large)
 
 
 _PACKED: dict[str, Any] = {"granularity": "block", "scale_dtype": torch.int32}
 _TILES: dict[str, Any] = {"scale_layout": "128x4"}
-# As in GPT-OSS.
+# The options of GPT-OSS's activation.
 _GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "beta": 1.0, "interleaved": True}
 
 

@@ -1,1 +1,2 @@
-"""Attention: of whole sequences, of new tokens to a paged cache, and the merging of partial results."""
+"""Attention operators: attention within whole sequences, attention of new tokens to a paged cache, and merging of partial
+results."""

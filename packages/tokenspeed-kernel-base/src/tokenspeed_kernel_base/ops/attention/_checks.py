@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.ops.kvcache.latent_groups import check_latent_groups
 def check_options(
     check: Checker, softmax_scale: float | None, logit_cap: float = 0.0, window_left: int = -1, sinks: Tensor | None = None
 ) -> None:
-    """Checks the softmax's options. Call it when ``heads`` and ``head_dim`` are bound."""
+    """Checks the softmax's options. Call this function when ``heads`` and ``head_dim`` are bound."""
     check.require(check["head_dim"] > 0, "head_dim of q", "positive", check["head_dim"])
     check.require(softmax_scale is None or 0 < softmax_scale < math.inf, "softmax_scale", "positive and finite", softmax_scale)
     check.require(0 <= logit_cap < math.inf, "logit_cap", "0 (off) or positive and finite", logit_cap)
@@ -27,7 +27,7 @@ def check_options(
 
 
 def check_tree(check: Checker, tree_mask: Tensor | None, window_left: int) -> None:
-    """Checks the masks of draft trees. Call it when ``tokens`` is bound."""
+    """Checks the masks of draft trees. Call this function after ``tokens`` is bound."""
     check.tensor("tree_mask", tree_mask, "tokens", torch.int64)
     fits = tree_mask is None or window_left < 0 or window_left >= MAX_TREE - 1
     check.require(fits, "window_left", f"-1 or at least {MAX_TREE - 1}, as a node sees all that it continues", window_left)
@@ -42,12 +42,12 @@ def check_offsets(check: Checker, name: str, offsets: Tensor | None, batch: int 
 
 
 def _cache_dtypes(q: Tensor) -> Collection[torch.dtype]:
-    """The dtypes that the cache of these queries may have: q's dtype or fp8; for an fp8 q only fp8."""
+    """Returns the dtypes that the cache may have for these queries: q's dtype or fp8; for an fp8 q only fp8."""
     return FP8 if q.dtype in FP8 else FP8 | {q.dtype}
 
 
 def check_pages(check: Checker, page_table: Tensor, cache_seqlens: Tensor) -> None:
-    """Checks the page table and lengths of a cache. Call it when ``page_size`` is bound."""
+    """Checks the page table and lengths of a cache. Call this function when ``page_size`` is bound."""
     check.require(check["page_size"] > 0, "page_size of the cache", "positive", 0)
     check.tensor("cache_seqlens", cache_seqlens, "batch", torch.int32)
     check.tensor("page_table", page_table, "batch max_pages", torch.int32)
@@ -135,7 +135,7 @@ def check_latents(
 def check_extension(
     check: Checker, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, cache_seqlens: Tensor, max_seqlen_q: int
 ) -> None:
-    """Checks the offsets of new tokens that extend cached sequences. Call it after the check of the cache."""
+    """Checks the offsets of new tokens that extend cached sequences. Call this function after the check of the cache."""
     check_offsets(check, "cu_seqlens_q", cu_seqlens_q, cache_seqlens.shape[0])
     check_offsets(check, "cu_seqlens_kv", cu_seqlens_kv, cache_seqlens.shape[0])
     check.bound("max_seqlen_q", max_seqlen_q)
@@ -171,7 +171,7 @@ def check_scales(
 def check_new_tokens_of(check: Checker, name: str, cu_seqlens_q: Tensor | None) -> None:
     """Checks ``cu_seqlens_q``; without it, checks that the number of tokens is a multiple of batch.
 
-    Call it when ``tokens`` and ``batch`` are bound."""
+    Call this function when ``tokens`` and ``batch`` are bound."""
     tokens, batch = check["tokens"], check["batch"]
     if cu_seqlens_q is not None:
         check_offsets(check, "cu_seqlens_q", cu_seqlens_q, batch)
@@ -183,7 +183,7 @@ def check_new_tokens_of(check: Checker, name: str, cu_seqlens_q: Tensor | None) 
 def check_scale(
     check: Checker, name: str, scale: Tensor | None, scaled: str, tensor: Tensor, heads: int, size: str = "kv_heads"
 ) -> None:
-    """Checks the scale of an fp8 tensor: float32, one for all heads or one for each; ``size`` names the number of heads."""
+    """Checks the scale of an fp8 tensor: float32, one for all heads or one for each head. ``size`` names the number of heads."""
     if scale is None:
         return
     if tensor.dtype not in FP8:
@@ -225,7 +225,7 @@ def check_values_offsets(
 
 
 def check_values_counts(check: Checker, name: str, counts: Tensor | None, most: int, why: str) -> None:
-    """Checks how many leading elements of each row of a tensor are used: each of ``counts`` is in 0 to ``most``."""
+    """Checks that each of ``counts`` is from 0 to ``most``. A count is the number of leading elements of a row that are used."""
     if counts is None or not counts.numel():
         return
     smallest, largest = (int(bound) for bound in counts.aminmax())
@@ -269,9 +269,10 @@ def check_values_paging(
     window_left: int = -1,
     new_tokens: Tensor | int = 0,
 ) -> None:
-    """Checks the lengths of cached sequences, and the pages in use. Either tensor is None if the host cannot read its values.
+    """Checks the values of ``cache_seqlens``, and of the page table entries in use. A tensor in device memory is passed as None,
+    and is not checked.
 
-    ``new_tokens``: the number of new tokens of each sequence; 0 if unknown on the host."""
+    ``new_tokens``: the number of new tokens of each sequence; 0 if the host does not know it."""
     if cache_seqlens is None or not cache_seqlens.numel():
         return
     shortest, longest = (int(bound) for bound in cache_seqlens.aminmax())
@@ -301,7 +302,7 @@ def check_values_extension(
     max_seqlen_q: int,
     is_causal: bool,
 ) -> None:
-    """Checks the lengths of new tokens against the lengths of the sequences that they extend."""
+    """Checks the numbers of new tokens against the lengths of the sequences that these tokens extend."""
     check_values_offsets(check, "cu_seqlens_q", cu_seqlens_q, q.shape[0], "q", "max_seqlen_q", max_seqlen_q, padded=True)
     if cache_seqlens is None:
         return

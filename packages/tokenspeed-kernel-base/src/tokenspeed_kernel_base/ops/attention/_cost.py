@@ -1,4 +1,4 @@
-"""The minimal FLOPs and bytes of attention."""
+"""Computes the minimal FLOPs and bytes of attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.ops.attention._softmax import MAX_TREE, first_visibl
 
 
 def visible_pairs(q_len: int, kv_len: int, causal: bool, window_left: int) -> int:
-    """The number of (query, visible key) pairs in one sequence whose last ``q_len`` tokens are the queries."""
+    """Returns the number of (query, visible key) pairs in one sequence whose last ``q_len`` tokens are the queries."""
     position = torch.arange(kv_len - q_len, kv_len)
     last = position if causal else torch.full_like(position, kv_len - 1)
     first = (position - window_left).clamp(min=0) if window_left >= 0 else torch.zeros_like(position)
@@ -30,13 +30,13 @@ def attention_cost(
     kv_token_bytes: int,
     *others: Tensor | None,
 ) -> Cost:
-    """The cost of attention: q·k and P·v dot products for visible pairs.
+    """Returns the cost of attention: q·k and P·v dot products for visible pairs.
 
     q, the keys and values that some query sees, and the outputs are each moved once.
 
     Args:
         kv_token_bytes: bytes of one token's keys and values, all heads.
-        others: further tensors that are read whole.
+        others: further tensors, each read once.
     """
     tokens, heads, head_dim = q.shape
     pairs = visible = 0
@@ -60,8 +60,8 @@ def ragged_cost(
     cu_seqlens_kv: Tensor | None = None,
     causal: bool = True,
 ) -> Cost:
-    """The cost of a prefill. Queries attend to their own sequence; with ``cu_seqlens_kv``, the keys and values have these other
-    lengths.
+    """Returns the cost of a prefill, in which queries attend to their own sequence. ``cu_seqlens_kv`` gives the lengths of keys and
+    values if they differ from those of the queries.
     """
     q_lens = lengths(cu_seqlens)
     kv_lens = q_lens if cu_seqlens_kv is None else lengths(cu_seqlens_kv)
@@ -80,13 +80,13 @@ def paged_cost(
     window_left: int = -1,
     return_lse: bool = False,
 ) -> Cost:
-    """The cost of attention of new tokens to the cached tokens of their sequences."""
+    """Returns the cost of attention of new tokens to the cached tokens of their sequences."""
     kv_lens = cache_seqlens.tolist()
     return attention_cost(q, v_head_dim, q_lens, kv_lens, causal, window_left, return_lse, kv_token_bytes, cache_seqlens)
 
 
 def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], q: Tensor, v_head_dim: int) -> Cost:
-    """The cost without the (query, key) pairs that the masks of draft trees hide, plus the bytes of the masks."""
+    """Subtracts the FLOPs of (query, key) pairs that the masks of draft trees hide, and adds the bytes of the masks."""
     if tree_mask is None or not len(tree_mask):
         return cost
     tree_mask = tree_mask[: sum(q_lens)]  # the rest is padding
@@ -98,10 +98,10 @@ def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], 
 
 
 def token_bytes(*caches: Tensor | None) -> int:
-    """Bytes that one token occupies in caches ``[pages, page_size, ...]``; a cache that is None counts as 0."""
+    """Returns the bytes that one token occupies in caches ``[pages, page_size, ...]``; a cache that is None counts as 0."""
     return sum(cache.shape[2:].numel() * cache.element_size() for cache in caches if cache is not None)
 
 
 def lengths(offsets: Tensor) -> list[int]:
-    """The sequence lengths of a ``cu_seqlens``, as a list in host memory."""
+    """Returns the sequence lengths of a ``cu_seqlens``, as a list in host memory."""
     return offsets.diff().tolist()

@@ -19,17 +19,17 @@ from tokenspeed_kernel_base.traits import TraitKind
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic, of the weights and of the scores, for queries of dtype ``dtype``."""
+    """Returns the dtype of the arithmetic, of the weights and of the scores, for queries of dtype ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_scores(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised scores ``[tokens, keys]`` and lengths ``[tokens]``; q may be fake."""
+    """Returns uninitialised scores ``[tokens, keys]`` and lengths ``[tokens]``; q may be a fake tensor."""
     return q.new_empty(q.shape[0], keys, dtype=_wide(q.dtype)), q.new_empty(q.shape[0], dtype=torch.int32)
 
 
 def scores_without_keys(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """The scores and lengths of tokens that see no key."""
+    """Returns the scores and lengths of tokens that see no key."""
     scores, lengths = empty_scores(q, keys)
     return scores.fill_(-torch.inf), lengths.zero_()
 
@@ -50,7 +50,8 @@ def write_scores(
 
 
 def new_offsets(tokens: int, cu_seqlens_q: Tensor | None, batch: int) -> list[int]:
-    """The offsets in q at which each sequence's new tokens begin, in host memory; the last offset is the number of tokens."""
+    """Returns the offsets in q at which each sequence's new tokens begin, in host memory; the last offset is the number of
+    tokens."""
     return [i * tokens // max(batch, 1) for i in range(batch + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
 
 
@@ -58,7 +59,7 @@ INDEXER_KINDS: dict[str, TraitKind] = {"heads": int, "head_dim": int, "scaled": 
 
 
 def indexer_traits(q: Tensor, scale: Tensor | None) -> dict[str, object]:
-    """The traits of every operator that computes an indexer's scores; ``scaled``: keys have scales."""
+    """Returns the traits that all operators for indexer scores share. ``scaled``: whether keys have scales."""
     return {"heads": q.shape[1], "head_dim": q.shape[2], "scaled": scale is not None}
 
 
@@ -85,8 +86,8 @@ def draw_queries(draw: Draw, tokens: int, heads: int, head_dim: int, dtype: torc
 def index_pages(draw: Draw, held: Tensor, head_dim: int, dtype: torch.dtype, stale: bool) -> tuple[Tensor, Tensor | None]:
     """Draws paged index keys, and their scales if they are fp8.
 
-    Both tensors are views of pages of bytes. In a page, the scales follow the keys, as in DeepGEMM's layout. ``stale``: slots that
-    hold no token hold NaN."""
+    Both tensors are views of pages of bytes. In a page, the scales follow the keys, as in DeepGEMM's layout. With ``stale``, slots
+    that hold no token hold NaN."""
     if dtype not in FP8:
         return draw_cache(draw, held, head_dim, dtype=dtype, stale=stale), None
     pages, page_size = held.shape
@@ -111,14 +112,14 @@ def index_views(packed: Tensor, page_size: int, head_dim: int) -> tuple[Tensor, 
 def indexer_cost(
     q: Tensor, weights: Tensor, offsets: Sequence[int], kv_lens: Sequence[int], token_bytes: int, other_bytes: int
 ) -> Cost:
-    """The cost of scores: a dot product in each head for every visible pair of a token and a key.
+    """Returns the cost of scores: a dot product in each head for every visible pair of a token and a key.
 
     Each key is read once, and the score of each visible pair is written once.
 
     Args:
         offsets: the offsets in q at which each sequence's new tokens begin.
         token_bytes: bytes of one key and its scale.
-        other_bytes: bytes of tensors that are read completely, besides q and weights.
+        other_bytes: bytes of the other tensors that are read, besides q, weights and the keys.
     """
     pairs = read = 0
     for (begin, end), kv_len in zip(itertools.pairwise(offsets), kv_lens, strict=True):

@@ -1,4 +1,4 @@
-"""Inputs for the cases of attention operators. Each recipe returns the function of a `Draw` that a `Case` takes."""
+"""Inputs for the cases of attention operators. A recipe returns a function that draws the arguments of a `Case` from a `Draw`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def ragged(
     padding: int = 0,
     **options: Any,
 ) -> Make:
-    """Packed whole sequences.
+    """Draws packed whole sequences.
 
     Args:
         padding: number of rows of q past the last sequence, which belong to no sequence.
         hint: also pass the lengths on the host, ``cu_seqlens_cpu``.
         kv_lengths: the lengths of keys and values, if they differ from those of the queries.
-        scales: which of ``"q_scale"``, ``"k_scale"``... to draw; ``scale_per_head``: one for each KV head.
+        scales: names of the scales to draw, such as ``"q_scale"``. With ``scale_per_head`` there is one scale for each KV head.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -68,7 +68,8 @@ def ragged(
 
 
 def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws pages for sequences: page table, lengths, and which slots ``[pages, page_size]`` hold a token.
+    """Draws the page table of sequences. Returns the page table, the lengths, and a mask ``[pages, page_size]`` of slots that hold
+    a token.
 
     Pages are shuffled, two pages are unused, and page table entries past the end of a sequence are -1.
     """
@@ -88,8 +89,8 @@ def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int |
 def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale: bool = False, guarded: bool = False) -> Tensor:
     """Draws a paged cache whose tokens have the shape ``token``. ``held`` marks the slots that hold a token.
 
-    ``stale``: slots that hold no token hold NaN. ``guarded``: as ``stale``, and the page before the cache in memory also holds NaN.
-    So a kernel that reads page -1 reads NaN instead of foreign memory."""
+    With ``stale``, slots that hold no token hold NaN. With ``guarded``, so does the page before the cache in memory. So a kernel
+    that reads page -1 reads NaN instead of foreign memory."""
     if guarded:
         return draw_cache(draw, torch.cat((torch.zeros_like(held[:1]), held)), *token, dtype=dtype, stale=True)[1:]
     values = draw.normal(*held.shape, *token, dtype=torch.float32 if dtype in FP8 else dtype)
@@ -101,10 +102,10 @@ def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale:
 def draw_groups(
     draw: Draw, held: Tensor, kv_lora_rank: int, rope_dim: int, dtype: torch.dtype, stale: bool = False
 ) -> dict[str, Tensor]:
-    """A cache whose latents have a scale for each 128 elements, as views of pages of bytes.
+    """Draws a cache whose latents have a scale for each 128 elements, as views of pages of bytes.
 
-    The e4m3 values are large and the scales small, as after a quantisation that maps amax to 448. ``stale``: slots that hold no
-    token hold NaN."""
+    The e4m3 values are large and the scales small, as after a quantisation that maps amax to 448. With ``stale``, slots that hold
+    no token hold NaN."""
     packed = torch.zeros(*held.shape, kv_lora_rank // 32 * 33 + 2 * rope_dim, dtype=torch.uint8, device=draw.device)
     views = mla_cache_views(packed, kv_lora_rank, rope_dim, dtype)
     codes = draw.normal(*views.kv_cache.shape, scale=64.0).to(views.kv_cache.dtype)  # 448, the largest e4m3 value, is 7 sigma
@@ -117,7 +118,7 @@ def draw_groups(
 
 
 def draw_trees(draw: Draw, q_lens: Sequence[int], padding: int = 0) -> Tensor:
-    """Masks of random draft trees: int64 ``[sum(q_lens) + padding]``.
+    """Draws masks of random draft trees: int64 ``[sum(q_lens) + padding]``.
 
     Masks are 0 for every other sequence, for sequences of more than 64 tokens and for padding."""
     masks = [torch.zeros(0, dtype=torch.int64, device=draw.device)]
@@ -151,18 +152,18 @@ def paged(
     padding: int = 0,
     **options: Any,
 ) -> Make:
-    """New tokens and a paged cache that holds them.
+    """Draws new tokens and a paged cache that holds them.
 
     Args:
-        q_lens: number of new tokens of each sequence, for extend. None for decode, with ``max_seqlen_q`` (default 1) new tokens per
-            kv_lora_rank: if given, the cache holds latents of this width, each followed by its rotary part; ``head_dim`` is the
-                total width.
-        kv_lora_rank: if given, the cache holds latents of this width with rotary parts, ``head_dim`` wide together.
-        scales: which of ``"q_scale"``, ``"k_scale"``... to draw; ``scale_per_head``: one for each KV head.
+        q_lens: number of new tokens of each sequence, for extend. None for decode: each sequence has ``max_seqlen_q`` new tokens,
+            by default 1.
+        kv_lora_rank: if given, the cache holds latents of this width, each followed by its rotary part; ``head_dim`` is the total
+            width of both.
+        scales: names of the scales to draw, such as ``"q_scale"``. With ``scale_per_head`` there is one scale for each KV head.
         stale: fill the cache slots that hold no token with NaN.
-        freed: page table entries are -1 where the window hides a whole page; those pages and the page in front of the cache hold
-            NaN.
-        running_sums: also give ``cu_seqlens_kv`` if there are q_lens.
+        freed: page table entries are -1 where the window hides a whole page. These pages and the page before the cache in memory
+            hold NaN.
+        running_sums: also pass ``cu_seqlens_kv`` if q_lens is given.
         trees: the new tokens of every other sequence form a draft tree, if the sequence has at most 64 of them.
         grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
         padding: number of rows of q past the last sequence, which belong to no sequence.

@@ -34,13 +34,13 @@ _QUERIES_AT_ONCE = 128
 
 
 class Softmax(NamedTuple):
-    """How scores become softmax probabilities.
+    """Options of the softmax, which turns scores into probabilities.
 
     Attributes:
         scale: multiplies the dot products q·k.
         causal: whether later keys are hidden.
-        window_left: earlier keys that a query sees besides its own; -1 for all.
-        logit_cap: bound that scores approach; 0 for none.
+        window_left: number of earlier keys that a query sees besides its own; -1 for all.
+        logit_cap: the cap c of the scores, see above; 0 for no cap.
         sinks: ``[heads]``, one more score for each head, or None.
     """
 
@@ -52,22 +52,22 @@ class Softmax(NamedTuple):
 
 
 def softmax_scale_of(softmax_scale: float | None, head_dim: int) -> float:
-    """``softmax_scale``, or by default ``1 / sqrt(head_dim)``."""
+    """Returns ``softmax_scale``, or ``1 / sqrt(head_dim)`` if it is None."""
     return head_dim**-0.5 if softmax_scale is None else softmax_scale
 
 
 def output_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of the output: q's, but bfloat16 where q is fp8."""
+    """Returns the dtype of the output: q's, but bfloat16 where q is fp8."""
     return torch.bfloat16 if q.dtype in FP8 else q.dtype
 
 
 def first_visible(position: int, window_left: int) -> int:
-    """The first position visible to a query at ``position`` or to any later query."""
+    """Returns the first position visible to a query at ``position`` or to any later query."""
     return max(position - window_left, 0) if window_left >= 0 else 0
 
 
 def hidden_pages(cache_seqlens: Tensor, new_tokens: Tensor | int, window_left: int, max_pages: int, page_size: int) -> Tensor:
-    """Which page table entries are hidden from all new tokens by the sliding window: bool ``[batch, max_pages]``.
+    """Returns which page table entries are hidden from all new tokens by the sliding window: bool ``[batch, max_pages]``.
 
     Such pages cover only positions before the window of the sequence's oldest new token."""
     ends = torch.arange(1, max_pages + 1, device=cache_seqlens.device) * page_size
@@ -77,7 +77,7 @@ def hidden_pages(cache_seqlens: Tensor, new_tokens: Tensor | int, window_left: i
 
 
 def _wide(q: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic for these queries."""
+    """Returns the dtype of the arithmetic for these queries."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -87,17 +87,17 @@ def _widen(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 
 
 def _by_query_head(q_scale: Tensor | None, heads: int) -> Tensor | None:
-    """The scale of queries for each query head. A scale per KV head is repeated for the query heads of its group."""
+    """Repeats the scale of each KV head for the query heads of its group. A single scale for all heads is returned unchanged."""
     return q_scale if q_scale is None or q_scale.numel() == 1 else q_scale.repeat_interleave(heads // q_scale.numel())
 
 
 def tree_visible(tree_mask: Tensor, kv_len: int, window_left: int, first_query: int, first_key: int) -> Tensor:
-    """The keys that each query of a sequence sees, bool ``[q_len, kv_len]``; queries may be nodes of a draft tree.
+    """Returns the mask of keys that each query of a sequence sees, bool ``[q_len, kv_len]``. Queries may be nodes of a draft tree.
 
     Args:
         tree_mask: int64 ``[q_len]``. Bit i of a node's mask means that the node sees new token i. A node also sees all tokens
             before the new ones. The position of a node is the position of the first new token, plus the number of bits set in its
-            mask, minus one. A query with mask 0 is not a node, and sees the keys of causal attention.
+            mask, minus one. A query with mask 0 is not a node: it sees itself and earlier tokens.
     """
     device, q_len = tree_mask.device, len(tree_mask)
     own = torch.arange(q_len, device=device).unsqueeze(1)
@@ -149,8 +149,8 @@ def attend(
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of a block of queries. ``visible``: which keys each query sees, ``[q_len, kv_len]``; None if all keys are
-    visible.
+    """Computes the attention of a block of queries. ``visible``: which keys each query sees, ``[q_len, kv_len]``; None if all keys
+    are visible.
     """
     (q_len, heads, head_dim), (kv_len, kv_heads, _) = q.shape, k.shape
     # One GEMM for the queries of all heads of a GQA group: [kv_heads, group * q_len, head_dim].
@@ -172,7 +172,8 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, visible: Te
 
 
 def _visible(q_len: int, kv_len: int, softmax: Softmax, ahead: int, device: torch.device) -> Tensor:
-    """Which of ``kv_len`` keys each query sees, ``[q_len, kv_len]``; the first query is ``ahead`` positions after the first key."""
+    """Returns which of ``kv_len`` keys each query sees, ``[q_len, kv_len]``; the first query is ``ahead`` positions after the first
+    key."""
     distance = torch.arange(q_len, device=device).unsqueeze(1) + ahead - torch.arange(kv_len, device=device)
     visible = distance >= 0 if softmax.causal else torch.ones_like(distance, dtype=torch.bool)
     return visible & (distance <= softmax.window_left) if softmax.window_left >= 0 else visible
@@ -189,7 +190,7 @@ def attend_ragged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences, each to its own keys. The queries are the last tokens of their sequences.
+    """Computes the attention of packed sequences, each to its own keys. The queries are the last tokens of their sequences.
 
     Args:
         offsets: ``cu_seqlens`` on the host.
@@ -219,13 +220,13 @@ def attend_paged(
     v_scale: Tensor | None = None,
     tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last tokens of sequences to the whole sequences, which lie in a paged cache.
+    """Computes the attention of the last tokens of sequences to the whole sequences, which are in a paged cache.
 
     Args:
         q: ``[tokens, heads, head_dim]``; sequence b has rows ``offsets[b]`` to ``offsets[b + 1]``.
         k_cache, v_cache: ``[pages, page_size, kv_heads, head_dim]``.
         page_table: ``[batch, max_pages]``.
-        kv_lens: tokens of each sequence in the cache; the queries are the last of them.
+        kv_lens: number of tokens of each sequence in the cache. The queries are the last of these tokens.
         tree_mask: int64 ``[tokens]``, see `tree_visible`; ignored for sequences with more than 64 new tokens.
     """
     q_scale = _by_query_head(q_scale, q.shape[1])
@@ -256,8 +257,8 @@ def attend_latent(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_paged` for query heads that share one key: the cached latent followed by the cached rotary part. The value is the
-    latent alone.
+    """Calls `attend_paged` for query heads that share one KV head. Its key is the cached latent followed by the cached rotary part;
+    its value is the latent alone.
     """
     if kv_scale_cache is not None and rope_cache is not None:
         kv_cache = whole_tokens(kv_cache, kv_scale_cache, rope_cache)
@@ -278,13 +279,13 @@ def attend_chosen(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every token to the cached latents whose slots are in the token's row of ``indices``.
+    """Computes the attention of every token to the cached latents whose slots are in the token's row of ``indices``.
 
     Args:
         q: ``[tokens, heads, width]``.
         kv_cache: ``[pages, page_size, width]``; with rope_cache it holds the latents alone.
-        indices: int32 ``[tokens, top_k]``, slots of the cache; negative ones are ignored.
-        topk_length: int32 ``[tokens]``, how many leading indices of each token count; None for all.
+        indices: int32 ``[tokens, top_k]``, slots of the cache; negative indices are ignored.
+        topk_length: int32 ``[tokens]``, the number of leading indices of each token that are used; None for all.
         kv_scale_cache, rope_cache: see `latent_groups`.
     """
     out, lse = _outputs_without_keys(q, kv_lora_rank)
@@ -314,22 +315,22 @@ def _gather(cache: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
 
 
 def _outputs_without_keys(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
-    """The outputs and log-sum-exps of queries that see no key, and of padding rows: 0 and -inf."""
+    """Returns outputs of 0 and log-sum-exps of -inf. Queries that see no key, and padding rows, keep these values."""
     out = q.new_zeros(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
     return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
 
 
 def paged_outputs(q: Tensor, v_cache: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """`empty_outputs` of an operator whose cache holds keys and values."""
+    """Returns the `empty_outputs` of an operator whose cache holds keys and values."""
     return empty_outputs(q, v_cache.shape[3], return_lse)
 
 
 def latent_outputs(q: Tensor, kv_lora_rank: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """`empty_outputs` of an operator whose cache holds latents."""
+    """Returns the `empty_outputs` of an operator whose cache holds latents."""
     return empty_outputs(q, kv_lora_rank, return_lse)
 
 
 def empty_outputs(q: Tensor, v_head_dim: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """Uninitialised outputs of an attention operator, with the log-sum-exp if ``return_lse``; q may be fake."""
+    """Returns uninitialised outputs of an attention operator, with the log-sum-exp if ``return_lse``; q may be a fake tensor."""
     out = q.new_empty(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
     return (out, q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)) if return_lse else out

@@ -16,7 +16,7 @@ LATENT_KINDS: dict[str, TraitKind] = {**CACHE_KINDS, "grouped_scales": bool}
 
 
 def softmax_traits(q: Tensor, kv_heads: int, v_head_dim: int, logit_cap: float, return_lse: bool) -> dict[str, object]:
-    """The traits of every attention operator; ``gqa_ratio`` is the GQA group size: query heads for each KV head."""
+    """Returns the traits that all attention operators have. ``gqa_ratio`` is the GQA group size: query heads for each KV head."""
     return {
         "head_dim": q.shape[-1],
         "v_head_dim": v_head_dim,
@@ -27,27 +27,26 @@ def softmax_traits(q: Tensor, kv_heads: int, v_head_dim: int, logit_cap: float, 
 
 
 def window_traits(window_left: int) -> dict[str, object]:
-    """The traits of operators with windows; ``window_left`` is present only if there is a window."""
+    """Returns the traits of operators with windows; ``window_left`` is present only if there is a window."""
     return {"sliding_window": True, "window_left": window_left} if window_left >= 0 else {"sliding_window": False}
 
 
 def window_and_sink_traits(window_left: int, sinks: Tensor | None) -> dict[str, object]:
-    """The traits of operators with windows and sinks."""
+    """Returns the traits of operators with windows and sinks."""
     return {**window_traits(window_left), "sinks": sinks is not None}
 
 
 def cache_traits(cache: Tensor, *scales: Tensor | None) -> dict[str, object]:
-    """The traits of attention to a paged cache, whose operands may have scales."""
+    """Returns the traits of a paged cache: its page size, and whether an operand has a scale."""
     return {"page_size": cache.shape[1], **scale_traits(*scales)}
 
 
 def latent_traits(cache: Tensor, kv_scale_cache: Tensor | None, *scales: Tensor | None) -> dict[str, object]:
-    """The traits of attention to a paged cache of latents.
-
-    ``grouped_scales``: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache."""
+    """Returns the traits of a paged cache of latents. ``grouped_scales``: whether each 128 elements of a latent have a scale, and
+    the rotary parts lie in a separate cache."""
     return {**cache_traits(cache, *scales), "grouped_scales": kv_scale_cache is not None}
 
 
 def scale_traits(*scales: Tensor | None) -> dict[str, object]:
-    """The traits of attention to fp8 operands; ``scaled``: at least one operand has a scale."""
+    """Returns the trait ``scaled``: whether at least one operand has a scale."""
     return {"scaled": any(scale is not None for scale in scales)}

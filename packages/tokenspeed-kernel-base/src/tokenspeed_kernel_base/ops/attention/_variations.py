@@ -16,15 +16,14 @@ _CACHES = ("k_cache", "v_cache", "kv_cache", "kv_scale_cache", "rope_cache")
 
 
 def lengths_read(cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> dict[str, list[int]]:
-    """The values that determine the work of paged attention, for a ``work`` hook."""
+    """For ``work`` hooks: returns the sequence lengths, which determine the work of paged attention."""
     kv_lens: list[int] = cache_seqlens.tolist()
     return {"kv_lens": kv_lens} if cu_seqlens_q is None else {"kv_lens": kv_lens, "q_lens": cu_seqlens_q.diff().tolist()}
 
 
 def vary_ragged(variation: Variation, **arguments: Any) -> dict[str, Any]:
-    """The ``vary`` hook of attention of whole sequences.
-
-    Their ``work`` hook returns ``lengths``, and ``kv_lengths`` if keys have other lengths than queries."""
+    """The ``vary`` hook of operators for whole sequences. The ``work`` hook of these operators returns ``lengths``, and
+    ``kv_lengths`` if keys and queries differ in length."""
     if variation.want is not Want.CAPTURED:
         return {}
     lengths = variation.parts("lengths", len(arguments["cu_seqlens"]) - 1, len(arguments["q"]), padded=True)
@@ -38,7 +37,7 @@ def vary_ragged(variation: Variation, **arguments: Any) -> dict[str, Any]:
 
 
 def vary_paged(variation: Variation, **arguments: Any) -> dict[str, Any]:
-    """The ``vary`` hook of attention to a paged cache, whose ``work`` hook is `lengths_read`."""
+    """The ``vary`` hook of operators that attend to a paged cache. The ``work`` hook of these operators is `lengths_read`."""
     caches = {name: arguments[name] for name in _CACHES if arguments.get(name) is not None}
     if variation.want is Want.CAPTURED:
         return _captured(variation, caches, arguments)
@@ -90,7 +89,7 @@ def _shortened(arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _new_tokens(arguments: dict[str, Any]) -> Tensor:
-    """The number of new tokens of each sequence, as a tensor."""
+    """Returns the number of new tokens of each sequence, as a tensor."""
     lengths, offsets = arguments["cache_seqlens"], arguments.get("cu_seqlens_q")
     return torch.full_like(lengths, arguments["max_seqlen_q"]) if offsets is None else offsets.diff().to(lengths.dtype)
 
@@ -104,7 +103,7 @@ def _moved(page_table: Tensor, caches: dict[str, Tensor]) -> dict[str, Tensor]:
     pages = len(next(iter(caches.values())))
     made = {"page_table": torch.where(page_table >= 0, (page_table + 1) % max(pages, 1), page_table)}
     for name, cache in caches.items():
-        narrow = cache.element_size() == 1  # some backends roll 1-byte dtypes only as bytes
+        narrow = cache.element_size() == 1  # on some devices PyTorch rolls 1-byte dtypes only as uint8
         made[name] = cache.contiguous().view(torch.uint8).roll(1, 0).view(cache.dtype) if narrow else cache.roll(1, 0)
     return made
 
@@ -112,8 +111,8 @@ def _moved(page_table: Tensor, caches: dict[str, Tensor]) -> dict[str, Tensor]:
 def _without_unused(arguments: dict[str, Any], caches: dict[str, Tensor]) -> dict[str, Tensor]:
     """Fills unused memory with values that show a wrong read. Slots that hold no token hold NaN. Page table entries are -1 where
     the window hides a whole page. On the host, page table entries past a sequence's length are out of range, so that an index error
-    shows a read of such an entry. On a device such a read would be an illegal access. So on a device these entries hold the index
-    of an unused page; they stay unchanged if page 0 is the only unused page.
+    shows a read of such an entry. On a device such a read would be an illegal access. So there these entries hold the index of an
+    unused page. They stay unchanged if page 0 is the only unused page.
     """
     page_table, cache_seqlens = arguments["page_table"], arguments["cache_seqlens"]
     pages, page_size = next(iter(caches.values())).shape[:2]

@@ -33,8 +33,8 @@ def attn_merge_state(
     """Merges the attention of the same queries to two sets of keys into the attention to both (split-KV merge).
 
     ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``, the rescaling of
-    online softmax (Milakov & Gimelshein, 2018, arXiv:1805.02867). Commutative, and associative up to rounding. Arithmetic is
-    float32 (float64 for float64 outputs); each result is rounded once.
+    online softmax (Milakov & Gimelshein, 2018, arXiv:1805.02867). The merge is commutative, and associative up to rounding.
+    Arithmetic is float32 (float64 for float64 outputs); each result is rounded once.
 
     A partial result without keys has ``lse = -inf``. Its output is ignored, so the merged result equals the other partial
     result. If neither result has keys, the output is 0 and the log-sum-exp -inf. A sink is part of the log-sum-exp of the call

@@ -1,4 +1,4 @@
-"""Indexer scores of DeepSeek sparse attention for contiguous index keys (prefill)."""
+"""Computes the indexer scores of DeepSeek sparse attention for contiguous index keys (prefill)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def dsa_indexer_scores(
     out: Tensor | None = None,
     lengths_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Lightning-indexer scores of DeepSeek sparse attention for contiguous, packed index keys (prefill).
+    """Computes the lightning-indexer scores of DeepSeek sparse attention for contiguous, packed index keys (prefill).
 
     ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 for a float64 q),
     where s counts the keys of t's own sequence. The tokens in q are the last tokens of their sequences. Each token sees itself and
@@ -55,8 +55,8 @@ def dsa_indexer_scores(
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
         k: q's dtype ``[keys, head_dim]``.
-        weights: float32 (float64 for a float64 q) ``[tokens, heads]``. All factors of a head's scores belong here, including the
-            scale of an fp8 q.
+        weights: float32 (float64 for a float64 q) ``[tokens, heads]``. Include all factors of a head's scores here, also the scale
+            of an fp8 q.
         cu_seqlens: int32 ``[batch + 1]``, the offsets in q at which sequences begin; the last entry is the end of the last
             sequence.
         cu_seqlens_kv: int32 ``[batch + 1]``, the offsets in k at which sequences begin; the last entry is the end of the last
@@ -137,7 +137,7 @@ def _inputs(
     head_dim: int = 32,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Packed sequences; ``kv_lengths``: the number of keys of each sequence, if it differs from the number of queries."""
+    """Draws packed sequences. ``kv_lengths``: the number of keys of each sequence, if it differs from the number of queries."""
 
     def make(draw: Draw) -> dict[str, Any]:
         keys = sum(kv_lengths or lengths)

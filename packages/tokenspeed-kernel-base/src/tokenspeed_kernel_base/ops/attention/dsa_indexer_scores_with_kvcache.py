@@ -1,4 +1,4 @@
-"""Indexer scores of DeepSeek sparse attention for index keys in a paged cache."""
+"""Computes the indexer scores of DeepSeek sparse attention for index keys in a paged cache."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def dsa_indexer_scores_with_kvcache(
     out: Tensor | None = None,
     lengths_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Lightning-indexer scores of DeepSeek sparse attention for new tokens against index keys in a paged cache.
+    """Computes the lightning-indexer scores of DeepSeek sparse attention for new tokens and the index keys of a paged cache.
 
     ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 for a float64 q); all
     heads of a token share one key (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). From these scores `top_k_indices` selects
-    the positions that `mla_sparse_with_kvcache` attends to. The cache holds positions 0 to ``cache_seqlens[b] - 1`` of sequence b,
-    position j in page ``page_table[b, j // page_size]``, slot ``j % page_size``. The new tokens of a sequence are at its last
+    the positions that `mla_sparse_with_kvcache` attends to. The cache holds positions 0 to ``cache_seqlens[b] - 1`` of sequence b.
+    Position j is in slot ``j % page_size`` of page ``page_table[b, j // page_size]``. The new tokens of a sequence are at its last
     positions. Each new token sees itself and earlier tokens. Prefill and decode are the same call.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
         k_cache: q's dtype ``[pages, page_size, head_dim]``. May be strided, for example a view of pages in which the scales
             follow the keys.
-        weights: float32 (float64 for a float64 q) ``[tokens, heads]``. All factors of a head's scores belong here, including the
-            scale of an fp8 q.
+        weights: float32 (float64 for a float64 q) ``[tokens, heads]``. Include all factors of a head's scores here, also the scale
+            of an fp8 q.
         page_table: int32 ``[batch, max_pages]``. Entries for positions below cache_seqlens are page indices; others may hold
             anything. With a slice ``page_table[:, :n]``, the scores have fewer columns.
         cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens; at most
@@ -165,7 +165,7 @@ def index_inputs(
     stale: bool = False,
     width: int | None = None,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """New tokens and a paged cache that holds them.
+    """Draws new tokens and a paged cache that holds them.
 
     ``q_lens``: number of new tokens of each sequence; by default ``new`` tokens of every sequence. ``width``: number of page table
     entries per sequence."""
@@ -231,7 +231,7 @@ def _(
     k_scale_cache: Tensor | None,
 ) -> dict[str, Tensor]:
     (pages, page_size), (batch, width) = k_cache.shape[:2], page_table.shape
-    if variation.want is Want.OTHER:  # the new tokens stay in the cache
+    if variation.want is Want.OTHER:  # no sequence becomes shorter than its new tokens
         offsets = torch.tensor(new_offsets(len(q), cu_seqlens_q, len(cache_seqlens)), device=q.device, dtype=torch.int32)
         shorter = torch.maximum(cache_seqlens * 2 // 3, torch.minimum(offsets.diff(), cache_seqlens))
         return {"cache_seqlens": shorter, "q": q.flip(0)}

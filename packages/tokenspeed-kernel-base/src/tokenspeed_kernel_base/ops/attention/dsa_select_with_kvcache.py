@@ -44,9 +44,9 @@ def dsa_select_with_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """Selects the cache slots of the ``top_k`` positions with the highest lightning-indexer scores for each new token.
 
-    This is the selection step of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). Composed of
-    `dsa_indexer_scores_with_kvcache`, `top_k_indices` and `positions_to_slots`. The results are the ``indices`` and ``topk_length``
-    of `mla_sparse_with_kvcache`, if both caches use the same pages. A fused kernel need not write the scores.
+    This is the selection step of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). The operator is
+    a composition of `dsa_indexer_scores_with_kvcache`, `top_k_indices` and `positions_to_slots`. If both caches use the same pages,
+    pass the results to `mla_sparse_with_kvcache` as ``indices`` and ``topk_length``. A fused kernel need not write the scores.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
@@ -57,8 +57,8 @@ def dsa_select_with_kvcache(
         cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens.
         top_k: positions to select, from 1 to the larger of ``max_pages * page_size`` and 2^20. A token that sees at most top_k
             positions gets all of them.
-        cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that all sequences have
-            equally many new tokens.
+        cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that every sequence has
+            ``tokens / batch`` new tokens.
         k_scale_cache: float32 ``[pages, page_size]``, multiplies the keys, for fp8 only. May be strided.
         out: receives the slots.
         topk_length_out: receives the number of slots of each token.
@@ -122,14 +122,13 @@ def _inputs(
     page_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Inputs of small integers, so that sums are exact in any order: all backends select the same slots. Many scores are
-    equal."""
+    """Draws small integers, whose sums are exact in any order, so all backends select the same slots. Many scores are equal."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = index_inputs(kv_lens, q_lens, heads=heads, head_dim=head_dim, page_size=page_size, dtype=dtype)(draw)
         for name in ("q", "k_cache"):
             values = draw.integers(-2, 3, *arguments[name].shape, dtype=torch.int32).to(dtype)
-            narrow = dtype.itemsize == 1  # some backends write 1-byte dtypes only as bytes; k_cache is a view of pages
+            narrow = dtype.itemsize == 1  # on some devices PyTorch writes 1-byte dtypes only as uint8; k_cache is a view of pages
             (arguments[name].view(torch.uint8) if narrow else arguments[name]).copy_(values.view(torch.uint8) if narrow else values)
         if arguments["k_scale_cache"] is not None:
             arguments["k_scale_cache"].fill_(0.5)
@@ -167,7 +166,7 @@ def _(variation: Variation, **arguments: Any) -> Any:
 
 @dsa_select_with_kvcache.cost
 def _(q: Tensor, weights: Tensor, top_k: int, **arguments: Any) -> Cost:
-    """The cost of computing the scores, without the cost of writing the scores."""
+    """Returns the cost of computing the scores, without the cost of writing the scores."""
     scored: Cost = _SCORES.run_hook("cost", {**arguments, "q": q, "weights": weights})
     pairs = scored.flops / (2.0 * q.shape[1] * (q.shape[2] + 1))
     written = len(q) * (4.0 * top_k + 4)

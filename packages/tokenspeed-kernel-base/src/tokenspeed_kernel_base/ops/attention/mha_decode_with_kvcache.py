@@ -55,11 +55,11 @@ def mha_decode_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Decode attention: the last ``max_seqlen_q`` tokens of every sequence attend to a paged cache that holds them already.
 
-    The same as `mha_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence; the softmax is
-    that of `mha_prefill`. The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page ``page_table[b,
-    j // page_size]``, slot ``j % page_size``. The queries are at the last positions. Each query sees itself and earlier tokens.
-    Accumulates in float32 (float64 for a float64 q) and rounds the output once. If q and the caches are fp8, a kernel may round the
-    softmax probabilities to fp8 too, see `mha_prefill`.
+    Computes the same as `mha_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence. The
+    softmax is that of `mha_prefill`. The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b. Position j is in slot
+    ``j % page_size`` of page ``page_table[b, j // page_size]``. The queries are at the last positions. Each query sees itself and
+    earlier tokens. Accumulators are float32 (float64 for a float64 q), and the output is rounded once. If q and the caches are fp8,
+    a kernel may round the softmax probabilities to fp8 too, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, head_dim]``, sequence by sequence.
@@ -67,8 +67,8 @@ def mha_decode_with_kvcache(
             strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
-            the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
-            freed. All other entries may hold anything. Sequences may share pages.
+            the window hides the whole page from every new token of the sequence. Kernels never read such a page, so it may have
+            been freed. All other entries may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens. The length may
             be less than max_seqlen_q, for example 0 for a sequence that only pads the batch. Queries before position 0 then see no
             key.

@@ -59,12 +59,12 @@ def mha_extend_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Extend attention: new tokens attend to a paged cache that holds them already, after the earlier tokens of their sequences.
 
-    The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page ``page_table[b, j // page_size]``,
-    slot ``j % page_size``. Query i of a sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. The query
-    sees key j if ``j <= p`` (with is_causal) and ``j >= p - window_left`` (if window_left is not negative). Without is_causal the
-    query also sees later tokens, and window_left limits earlier tokens only. The softmax is that of `mha_prefill`: it accumulates
-    in float32 (float64 for a float64 q) and rounds the output once. Where q and the caches are fp8, a kernel may round the softmax
-    probabilities to fp8 too.
+    The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b. Position j is in slot ``j % page_size`` of page
+    ``page_table[b, j // page_size]``. Query i of a sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``.
+    The query sees key j if ``j <= p`` (with is_causal) and ``j >= p - window_left`` (if window_left is not negative). Without
+    is_causal the query also sees later tokens, and window_left limits earlier tokens only. The softmax is that of `mha_prefill`: it
+    accumulates in float32 (float64 for a float64 q) and rounds the output once. Where q and the caches are fp8, a kernel may round
+    the softmax probabilities to fp8 too.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
@@ -76,8 +76,8 @@ def mha_extend_with_kvcache(
             strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
-            the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
-            freed. All other entries may hold anything. Sequences may share pages.
+            the window hides the whole page from every new token of the sequence. Kernels never read such a page, so it may have
+            been freed. All other entries may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens.
         max_seqlen_q: an upper bound of the number of queries of a sequence.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.

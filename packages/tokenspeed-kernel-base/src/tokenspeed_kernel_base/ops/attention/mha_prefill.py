@@ -54,14 +54,14 @@ def mha_prefill(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal self-attention of packed sequences (Vaswani et al., 2017, arXiv:1706.03762).
+    """Computes causal self-attention of packed sequences (Vaswani et al., 2017, arXiv:1706.03762).
 
-    ``softmax(q @ k.T * softmax_scale) @ v`` within each sequence, where a token sees itself and earlier tokens. Query head h uses
-    key and value head ``h // (heads // kv_heads)``. Scores, softmax and accumulators are float32 (float64 for a float64 q); the
-    output is rounded once. fp8 operands are dequantised: fp8 values times their scales. With fp8 operands, a kernel may also round
-    the softmax probabilities P to fp8 before the P·v MMA, as FlashAttention-3 does (Shah et al., 2024, arXiv:2407.08608). This adds
-    an error of about 2.5% to each probability, independent from key to key. Such kernels have the tag ``fp8_weights``, and the
-    selection objective ``accuracy`` avoids them.
+    The output is ``softmax(q @ k.T * softmax_scale) @ v`` within each sequence, where a token sees itself and earlier tokens. Query
+    head h uses key and value head ``h // (heads // kv_heads)``. Scores, softmax and accumulators are float32 (float64 for a float64
+    q); the output is rounded once. fp8 operands are dequantised: fp8 values times their scales. With fp8 operands, a kernel may
+    also round the softmax probabilities P to fp8 before the P·v MMA, as FlashAttention-3 does (Shah et al., 2024,
+    arXiv:2407.08608). This adds an error of about 2.5% to each probability, independent from key to key. Such kernels have the tag
+    ``fp8_weights``, and the selection objective ``accuracy`` avoids them.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``.
@@ -72,7 +72,7 @@ def mha_prefill(
             no sequence, and the same rows of the outputs are not written.
         cu_seqlens_cpu: the same values on the host, if the caller has them. A hint, never required: with it, a kernel that needs
             the lengths on the host does not wait for the device.
-        max_seqlen: an upper bound of the longest sequence, in tokens. None: the only known bound is ``tokens``.
+        max_seqlen: an upper bound of the longest sequence, in tokens. None: the number of tokens is the only known bound.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
             window 128" is ``window_left=127``: the token and 127 before it.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``, after softmax_scale and before masking
@@ -89,9 +89,9 @@ def mha_prefill(
 
     Returns:
         The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the log-sum-exp,
-        float32 ``[tokens, heads]``: the natural logarithm of the softmax's denominator, which is the sum of ``exp(score)`` over
-        visible keys, **plus exp(sink)** if sinks are given. `attn_merge_state` can merge partial results if exactly one of them
-        includes the sinks.
+        float32 ``[tokens, heads]``: the natural logarithm of the softmax's denominator. The denominator is the sum of
+        ``exp(score)`` over visible keys, **plus exp(sink)** if sinks are given. `attn_merge_state` can merge partial results if
+        exactly one of them includes the sinks.
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of

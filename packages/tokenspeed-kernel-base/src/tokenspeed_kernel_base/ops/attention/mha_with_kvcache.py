@@ -56,13 +56,13 @@ def mha_with_kvcache(
     tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention to a paged cache for a mixed batch: sequences that decode, extend and prefill in one call.
+    """Computes causal attention to a paged cache for a mixed batch: sequences that decode, extend and prefill in one call.
 
     The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, the new tokens included, as for
     `mha_extend_with_kvcache`. The result is that of `mha_extend_with_kvcache` with ``is_causal=True``. A sequence that decodes
     has one new token. A sequence that prefills has only new tokens. Other sequences may have any number of new tokens.
-    Sequences may be in any order. The lengths are known on the device only. Kernels of this operator promise load balancing: a
-    decoding sequence does not pay for a prefill tile, and a long cache is split (split-KV).
+    Sequences may be in any order. The lengths are known on the device only. Kernels of this operator balance the load: a decoding
+    sequence does not take the time of a prefill tile, and a long cache is split (split-KV).
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
@@ -72,8 +72,8 @@ def mha_with_kvcache(
             strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
-            the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
-            freed. All other entries may hold anything. Sequences may share pages.
+            the window hides the whole page from every new token of the sequence. Kernels never read such a page, so it may have
+            been freed. All other entries may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens.
         max_seqlen_q: an upper bound of the number of queries of a sequence.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
@@ -89,11 +89,11 @@ def mha_with_kvcache(
         v_scale: the scale of v, like q_scale, for an fp8 v_cache only.
         tree_mask: int64 ``[tokens]``, the masks of draft trees, for sequences of at most 64 new tokens. Bit i of a node's mask is
             set if the node sees new token i of its sequence. The set bits are the node itself and its ancestors, never later
-            tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones. With a window, it sees only
-            those at most window_left positions before its own position. The position of a node is the position of the first new
-            token, plus the number of bits set in its mask, minus one. A token with mask 0 is no node: it sees itself and earlier
-            tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a node. With masks,
-            window_left must be -1 or at least 63.
+            tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones. With a window, a node sees
+            only positions that are at most window_left before its own position. The position of a node is the position of the first
+            new token, plus the number of bits set in its mask, minus one. A token with mask 0 is no node: it sees itself and
+            earlier tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a node. With
+            masks, window_left must be -1 or at least 63.
         out: receives the output; must not overlap q or the caches.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Decode of multi-head latent attention: the last tokens of each sequence against a paged cache of latents."""
+"""Decode with multi-head latent attention: the last tokens of each sequence attend to a paged cache of latents."""
 
 from __future__ import annotations
 
@@ -56,29 +56,31 @@ def mla_decode_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """MLA decode: absorbed latent attention of the last ``max_seqlen_q`` tokens of every sequence to a paged cache.
 
-    The same as `mla_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence; the
-    documentation of `mla_extend_with_kvcache` explains "absorbed". The cache already holds the new tokens. The cache holds
-    positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page ``page_table[b, j // page_size]``, slot ``j %
-    page_size``. The queries are at the last positions of their sequence. Each query sees itself and earlier tokens; with a window,
-    only the nearest of these. Accumulates in float32 (float64 for a float64 q) and rounds the output once. With an fp8 cache, a
+    Computes the same as `mla_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence. The
+    docstring of `mla_extend_with_kvcache` explains "absorbed". The cache already holds the new tokens. The cache holds positions 0
+    to ``cache_seqlens[b] - 1`` of sequence b. Position j is in slot ``j % page_size`` of page ``page_table[b, j // page_size]``.
+    The queries are at the last positions of their sequence. Each query sees itself and earlier tokens; with a window, only the
+    nearest of these. Accumulators are float32 (float64 for a float64 q), and the output is rounded once. With an fp8 cache, a
     kernel may round the softmax probabilities to fp8 too, whatever q's dtype is, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, kv_lora_rank + rope_dim]``, sequence by
-            sequence, absorbed part first. float16 or bfloat16 with kv_scale_cache.
+            sequence, absorbed part first. With kv_scale_cache, q must be float16 or bfloat16.
         kv_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With
-            kv_scale_cache float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, the latents alone, see `mla_sparse_with_kvcache`.
+            kv_scale_cache, kv_cache is float8_e4m3fn ``[pages, page_size, kv_lora_rank]`` and holds the latents alone, see
+            `mla_sparse_with_kvcache`.
         page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if
-            the window hides the whole page from every new token of the sequence. Kernels never read such a page; it may have been
-            freed. All other entries may hold anything. Sequences may share pages.
+            the window hides the whole page from every new token of the sequence. Kernels never read such a page, so it may have
+            been freed. All other entries may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens. The length may
             be less than max_seqlen_q, for example 0 for a sequence that only pads the batch. Queries before position 0 then see no
             key.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
-        kv_lora_rank: width of the latent, which is also the value; the rotary part follows it. With kv_scale_cache a multiple of
-            128.
-        softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
-            absorption, times the factor of RoPE scaling. The scale cannot be computed from the shapes.
+        kv_lora_rank: width of the latent. The latent is the value. The key is the latent followed by the rotary part. With
+            kv_scale_cache it must be a multiple of 128.
+        softmax_scale: multiplies the dot products of q and the cached keys. Usually ``1 / sqrt(head_dim)``, with the head_dim
+            before absorption, times the factor of RoPE scaling. There is no default, because this head_dim does not follow from the
+            shapes.
         max_seqlen_q: the exact number of new tokens of each sequence; above 1 for speculative decoding.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
@@ -88,11 +90,11 @@ def mla_decode_with_kvcache(
             allowed with kv_scale_cache.
         tree_mask: int64 ``[tokens]``, the masks of draft trees, for sequences of at most 64 new tokens. Bit i of a node's mask is
             set if the node sees new token i of its sequence. The set bits are the node itself and its ancestors, never later
-            tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones. With a window, it sees only
-            those at most window_left positions before its own position. The position of a node is the position of the first new
-            token, plus the number of bits set in its mask, minus one. A token with mask 0 is no node: it sees itself and earlier
-            tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a node. With masks,
-            window_left must be -1 or at least 63.
+            tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones. With a window, a node sees
+            only positions that are at most window_left before its own position. The position of a node is the position of the first
+            new token, plus the number of bits set in its mask, minus one. A token with mask 0 is no node: it sees itself and
+            earlier tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a node. With
+            masks, window_left must be -1 or at least 63.
         kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``, the scales of the cached latents, one for each 128
             elements. Requires rope_cache. May be strided.
         rope_cache: q's dtype ``[pages, page_size, rope_dim]``, the rotary parts. Requires kv_scale_cache. May be strided.

@@ -1,4 +1,4 @@
-"""Extend of multi-head latent attention: new tokens against a paged cache of latents."""
+"""Extend with multi-head latent attention: new tokens attend to a paged cache of latents."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def mla_extend_with_kvcache(
     the attention. The attention itself works on latents, which all heads share. A score is ``q . [c, rotary part] *
     softmax_scale``, the value is c. Positions, visibility and the softmax are as in `mha_extend_with_kvcache`: query i of a
     sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. The query sees key j if ``j <= p`` (with
-    is_causal) and ``j >= p - window_left`` (if there is a window). Accumulates in float32 (float64 for a float64 q) and rounds the
-    output once. With an fp8 cache, a kernel may round the softmax probabilities to fp8 too, whatever q's dtype is, see
+    is_causal) and ``j >= p - window_left`` (if there is a window). Accumulators are float32 (float64 for a float64 q), and the
+    output is rounded once. With an fp8 cache, a kernel may round the softmax probabilities to fp8 too, whatever q's dtype is, see
     `mha_prefill`.
 
     Args:
@@ -74,16 +74,17 @@ def mla_extend_with_kvcache(
         cu_seqlens_kv: int32 ``[batch + 1]``, the cumulative sums of cache_seqlens, starting with 0. None: a kernel that needs these
             sums computes them.
         kv_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
-        page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot ``j
-            % page_size``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if the window hides the
-            whole page from every new token of the sequence. Kernels never read such a page; it may have been freed. All other
+        page_table: int32 ``[batch, max_pages]``: position j of sequence b is in slot ``j % page_size`` of page ``page_table[b, j //
+            page_size]``. An entry for positions below cache_seqlens is a page index. The entry may be -1 if the window hides the
+            whole page from every new token of the sequence. Kernels never read such a page, so it may have been freed. All other
             entries may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens.
         max_seqlen_q: an upper bound of the number of queries of a sequence.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
-        kv_lora_rank: width of the latent, which is also the value; the rotary part follows it.
-        softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
-            absorption, times the factor of RoPE scaling. The scale cannot be computed from the shapes.
+        kv_lora_rank: width of the latent. The latent is the value. The key is the latent followed by the rotary part.
+        softmax_scale: multiplies the dot products of q and the cached keys. Usually ``1 / sqrt(head_dim)``, with the head_dim
+            before absorption, times the factor of RoPE scaling. There is no default, because this head_dim does not follow from the
+            shapes.
         is_causal: hide keys later than the query; no sequence may then have more queries than tokens in the cache. False: every
             query sees all keys, for example those of a prefix that does not contain the queries.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.

@@ -1,4 +1,4 @@
-"""Prefill of multi-head latent attention without absorption, for whole sequences or in chunks."""
+"""Prefill with multi-head latent attention, without absorption, for whole sequences or in chunks."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def mla_prefill(
     Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) without absorption, which is cheaper if a sequence has many
     queries. Every head has its own keys and values. A key is the expanded latent followed by the shared rotary part. Computes the
     same as `mha_prefill` with as many KV heads as query heads. The operator is separate because head_dim and v_head_dim differ here
-    (192 and 128 in DeepSeek-V3), and kernels are specialised for that. Accumulates in float32 (float64 for a float64 q) and rounds
-    the output once. With fp8 operands, a kernel may round the softmax probabilities to fp8 too, see `mha_prefill`.
+    (192 and 128 in DeepSeek-V3), and kernels are specialised for that. Accumulators are float32 (float64 for a float64 q), and the
+    output is rounded once. With fp8 operands, a kernel may round the softmax probabilities to fp8 too, see `mha_prefill`.
 
     With ``cu_seqlens_kv`` the number of keys of a sequence may differ from the number of its queries. With q_len queries and
     kv_len keys, query i is at position ``p = kv_len - q_len + i``. The query sees key j if ``j <= p`` (with is_causal) and ``j >= p
@@ -76,8 +76,8 @@ def mla_prefill(
         v: q's dtype ``[kv_tokens, heads, v_head_dim]``.
         cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and where the last one ends. Rows past the last offset are
             padding: they belong to no sequence, and the same rows of the outputs are not written.
-        cu_seqlens_cpu: the same values on the host, a hint; never required.
-        max_seqlen: an upper bound of the longest sequence, in tokens. None: the only known bound is ``tokens``.
+        cu_seqlens_cpu: the same values on the host. A hint, never required.
+        max_seqlen: an upper bound of the longest sequence, in tokens. None: the number of tokens is the only known bound.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
         softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.

@@ -46,27 +46,29 @@ def mla_sparse_with_kvcache(
     This is the second half of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556): an indexer selects
     the slots. q is absorbed as for `mla_extend_with_kvcache`. All heads of a token attend to the same slots. Prefill and decode are
     the same call, because the operator needs the slots of each token, but no sequence lengths. No causal mask is applied: the
-    selection must already be causal. Accumulates in float32 (float64 for a float64 q) and rounds the output once.
+    selection must already be causal. Accumulators are float32 (float64 for a float64 q), and the output is rounded once.
 
     The cache has one of two layouts. In the first, kv_cache holds a token's latent followed by its rotary part in the same dtype.
     The second is the layout of DeepSeek-V3.2, with 656 bytes for each token (vLLM's ``fp8_ds_mla``, which FlashMLA's sparse
     decoding reads). In the second layout, kv_cache holds e4m3 latents, kv_scale_cache one scale for each 128 elements of a latent,
     and rope_cache the unquantised rotary parts. A dequantised latent is ``e4m3 value * scale``; kernels may round it to q's dtype.
-    `mla_cache_views` returns these three as views of pages of bytes.
+    `mla_cache_views` returns these three tensors as views of pages of bytes.
 
     Args:
-        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, absorbed part first. float16 or
-            bfloat16 with kv_scale_cache.
+        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, absorbed part first. With
+            kv_scale_cache, q must be float16 or bfloat16.
         kv_cache: q's dtype or fp8 (only fp8 if q is fp8) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With
-            kv_scale_cache float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, the latents alone. May be strided.
+            kv_scale_cache, kv_cache is float8_e4m3fn ``[pages, page_size, kv_lora_rank]`` and holds the latents alone. May be
+            strided.
         indices: int32 ``[tokens, top_k]``, slots ``page * page_size + offset`` of the cache in any order. Negative indices are
             ignored. A slot that occurs twice counts as two keys.
-        kv_lora_rank: width of the latent, which is also the value; the rotary part follows it. With kv_scale_cache a multiple of
-            128.
-        softmax_scale: multiplies the dot products of q and the cached keys. The scale is ``1 / sqrt`` of the head_dim before
-            absorption, times the factor of RoPE scaling. The scale cannot be computed from the shapes.
+        kv_lora_rank: width of the latent. The latent is the value. The key is the latent followed by the rotary part. With
+            kv_scale_cache it must be a multiple of 128.
+        softmax_scale: multiplies the dot products of q and the cached keys. Usually ``1 / sqrt(head_dim)``, with the head_dim
+            before absorption, times the factor of RoPE scaling. There is no default, because this head_dim does not follow from the
+            shapes.
         topk_length: int32 ``[tokens]``, 0 to top_k: the number of leading indices of each token that are used. Further indices may
-            hold anything. None means all. With topk_length, tokens with few keys run faster.
+            hold anything. None means top_k for every token. With topk_length, tokens with few keys run faster.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
         kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only. Not
@@ -157,7 +159,7 @@ def _(check: Checker, kv_cache: Tensor, indices: Tensor | None, topk_length: Ten
 
 
 def _counted(indices: Tensor, topk_length: Tensor | None) -> Tensor:
-    """Which indices count: those within topk_length that are not negative."""
+    """Returns the mask of used indices: those within topk_length that are not negative."""
     counted = indices >= 0
     if topk_length is None:
         return counted
@@ -168,7 +170,7 @@ mla_sparse_with_kvcache.fake(latent_outputs)
 
 
 def draw_chosen(draw: Draw, visible: Sequence[int], top_k: int) -> Tensor:
-    """Random visible positions for each token, int32 ``[len(visible), top_k]``.
+    """Draws random visible positions for each token, int32 ``[len(visible), top_k]``.
 
     A token that sees n positions gets ``min(n, top_k)`` of them in ascending order, padded with -1."""
     rows = []
@@ -202,12 +204,12 @@ def _inputs(
     grouped: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Queries that are the last tokens of sequences in a paged cache. Each query attends to random positions among those that it
-    sees.
+    """Draws queries that are the last tokens of sequences in a paged cache. Each query attends to random positions among those that
+    it sees.
 
     Args:
         q_lens: number of queries of each sequence; by default one.
-        lengths: also pass ``topk_length``, and put invalid slots past the counted indices.
+        lengths: also pass ``topk_length``, and put invalid slots past the used indices.
         holes: every third index is -1.
         stale: fill the cache slots that hold no token with NaN.
         grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.

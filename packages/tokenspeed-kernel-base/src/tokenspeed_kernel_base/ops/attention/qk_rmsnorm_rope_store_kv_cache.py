@@ -51,14 +51,14 @@ def qk_rmsnorm_rope_store_kv_cache(
     1. With ``q_weight`` and ``k_weight`` every head of q and of k is normalised by `qk_rmsnorm`, and rounded to qkv's dtype.
        Qwen3 and Gemma 3 have these weights, Llama has none.
     2. Every head of q and of k is rotated by `apply_rope`, and rounded again.
-    3. k and v are written to the cache, as by `store_kv_cache` with the same scales. They are not returned.
+    3. k and v are written to the cache, as by `store_kv_cache` with the same scales. The operator does not return k and v.
 
     Args:
         qkv: float16, bfloat16, float32 or float64 ``[tokens, heads * head_dim + kv_heads * (head_dim + v_head_dim)]``: the query
             heads, then the key heads, then the value heads. May be a strided slice. If a token is not written to the cache, only
             its q is read.
         positions: int32 or int64 ``[tokens]``, with mrope_section ``[3, tokens]``; 0 to ``max_positions - 1``, in any order.
-            Checked if positions lie in host memory, also for tokens that are not written.
+            Positions in host memory are checked, also those of tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of qkv's dtype or an 8-bit float. Written to. May be strided: a
@@ -71,10 +71,10 @@ def qk_rmsnorm_rope_store_kv_cache(
         k_weight: any float dtype ``[head_dim]``; requires q_weight.
         eps: added to the mean square of a head, > 0.
         interleaved: which elements are rotated together, as in `apply_rope`.
-        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only for an 8-bit cache.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Allowed only for an 8-bit cache.
         v_scale: the scale of v, like k_scale.
         mrope_section: how many pairs use the time, height and width position, as in `apply_rope`; None: a token has one position.
-        mrope_interleaved: whether time, height and width alternate from pair to pair, as in `apply_rope`. Only with
+        mrope_interleaved: whether time, height and width alternate from pair to pair, as in `apply_rope`. Allowed only with
             mrope_section.
         out: receives the queries; must not overlap an input.
 
@@ -111,7 +111,7 @@ def qk_rmsnorm_rope_store_kv_cache(
 
 
 def _heads(qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of q, k and v: ``[tokens, heads or kv_heads, head_dim or v_head_dim]``."""
+    """Returns views of q, k and v: ``[tokens, heads or kv_heads, head_dim or v_head_dim]``."""
     (kv_heads, head_dim), v_head_dim, tokens = k_cache.shape[2:], v_cache.shape[3], len(qkv)
     first_v = qkv.shape[1] - kv_heads * v_head_dim
     first_k = first_v - kv_heads * head_dim
@@ -201,7 +201,7 @@ def _inputs(
     max_positions: int = 64,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: options of the recipe of `apply_rope`'s cases, which draws the heads and positions."""
+    """Draws heads and positions with the recipe of `apply_rope`'s cases. ``options`` are options of this recipe."""
     rope = next(case.make for case in apply_rope.operator.all_cases() if case.name == "gpt-oss-120b decode 16")
     rotation = rope.vary(  # type: ignore[attr-defined]
         tokens=tokens,
@@ -229,7 +229,7 @@ def _() -> list[Case]:
     qwen3_8b: tuple[int, int, int] = (32, 8, 128)
     qwen3_32b: tuple[int, int, int] = (64, 8, 128)
     qwen3_235b: tuple[int, int, int] = (64, 4, 128)
-    llama_8b, llama_70b = qwen3_8b, qwen3_32b  # the 8B models have the same heads, and so have the larger ones
+    llama_8b, llama_70b = qwen3_8b, qwen3_32b  # the two 8B models have the same heads, as have llama-70b and qwen3-32b
     qwen3_vl: dict[str, Any] = {"mrope_section": (24, 20, 20), "mrope_interleaved": True}
     paged: dict[str, Any] = {"page_size": 64, "max_positions": 40960}
     quantised: dict[str, Any] = {"cache_dtype": fp8, "scale_shape": ()}
@@ -297,7 +297,7 @@ def _(
 ) -> Cost:
     q, k, v = _heads(qkv, k_cache, v_cache)
     tokens, rotary_dim = len(qkv), cos_sin_cache.shape[1]
-    # Four multiplications and two additions for each pair. At most one row of the table is read for each token.
+    # Four multiplications and two additions for each pair. At most one row of cos_sin_cache is read for each token.
     flops = 3.0 * tokens * (q.shape[1] + k.shape[1]) * rotary_dim + (0.0 if q_weight is None else 4.0 * (q.numel() + k.numel()))
     read = nbytes(qkv, positions, slot_mapping, q_weight, k_weight, k_scale, v_scale)
     read += min(4 * tokens * rotary_dim, nbytes(cos_sin_cache))

@@ -63,11 +63,11 @@ def rmsnorm_qkv_rope(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm, QKV projection and RoPE in one call, which can also store k and v in the paged KV cache.
+    """Computes RMSNorm, QKV projection and RoPE in one call, and can also store k and v in the paged KV cache.
 
-    Composed of three operators. `rmsnorm` first adds the residual, if there is one. `mm` applies the concatenated weights of q, k
-    and v and the bias, and rounds to x's dtype. `apply_rope` rotates q and k in place, and writes k and v to the cache. A fused
-    kernel may round ``x * norm_weight``, and divide by the root mean square after the GEMM.
+    The operator is a composition of three operators. `rmsnorm` first adds the residual, if there is one. `mm` applies the
+    concatenated weights of q, k and v and the bias, and rounds to x's dtype. `apply_rope` rotates q and k in place, and writes k
+    and v to the cache. A fused kernel may round ``x * norm_weight``, and divide by the root mean square after the GEMM.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
@@ -79,8 +79,7 @@ def rmsnorm_qkv_rope(
         kv_heads: number of key heads and of value heads.
         head_dim: width of every head.
         eps: added to the mean square, > 0.
-        residual: x's shape and dtype, or float32 if x is float16 or bfloat16; ``[tokens, hidden]``. Added to x before the
-            normalisation.
+        residual: ``[tokens, hidden]`` of x's dtype, or of float32 if x is float16 or bfloat16. Added to x before the normalisation.
         bias: x's dtype ``[(heads + 2 * kv_heads) * head_dim]``.
         interleaved: which elements are rotated together, as in `apply_rope`.
         k_cache: x's dtype or an 8-bit float ``[pages, page_size, kv_heads, head_dim]``, written to. k_cache, v_cache and
@@ -90,7 +89,7 @@ def rmsnorm_qkv_rope(
             ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
             host memory.
         out: receives q, k and v.
-        residual_out: receives ``x + residual``; may be residual or x. Only with a residual.
+        residual_out: receives ``x + residual``; may be residual or x. Allowed only with a residual.
 
     Returns:
         q, k and v concatenated, x's dtype ``[tokens, (heads + 2 * kv_heads) * head_dim]``; with a residual also ``x + residual``,
@@ -125,7 +124,7 @@ def rmsnorm_qkv_rope(
 
 
 def _heads(qkv: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of q, k and v: ``[tokens, heads or kv_heads, head_dim]``."""
+    """Returns views of q, k and v: ``[tokens, heads or kv_heads, head_dim]``."""
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     every = qkv.view(-1, heads + 2 * kv_heads, head_dim)
     return every[:, :heads], every[:, heads : heads + kv_heads], every[:, heads + kv_heads :]
@@ -215,7 +214,7 @@ def _inputs(
     max_positions: int = 4096,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: options of the recipe of `apply_rope`'s cases, which draws the heads and positions."""
+    """Draws heads and positions with the recipe of `apply_rope`'s cases. ``options`` are options of this recipe."""
     rope = next(case.make for case in apply_rope.operator.all_cases() if case.name == "gpt-oss-120b decode 16")
     rotation = rope.vary(  # type: ignore[attr-defined]
         tokens=tokens,

@@ -1,4 +1,4 @@
-"""Positions of the largest scores of each row."""
+"""Selects the positions of the largest scores of each row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._checks import check_values_counts
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# A ``top_k`` up to this is allowed even if rows have fewer keys. A limit is needed because the result has top_k columns.
+# A ``top_k`` up to this limit is allowed even if rows have fewer keys. A limit is needed because the result has top_k columns.
 _ALWAYS_ALLOWED = 1 << 20
 
 
@@ -34,7 +34,7 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out
     Args:
         scores: float16, bfloat16, float32 or float64 ``[rows, keys]``, fewer than 2^31 keys. May be strided.
         top_k: how many positions to select, from 1 to the larger of keys and 2^20.
-        lengths: int32 ``[rows]``, 0 to keys: the number of leading scores of each row that are considered. None means all.
+        lengths: int32 ``[rows]``, 0 to keys: the number of leading scores of each row that are considered. None means all keys.
         out: receives the result.
 
     Returns:
@@ -97,7 +97,7 @@ def _inputs(
     hidden: bool = False,
     stated: bool = True,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Rows of normally distributed scores.
+    """Draws rows of normally distributed scores.
 
     Args:
         keys: number of keys in a row; by default the largest of ``lengths``.

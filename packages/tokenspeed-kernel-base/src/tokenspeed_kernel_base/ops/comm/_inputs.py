@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 
 def own_values(draw: Draw, group: ProcessGroup, *shape: int, dtype: torch.dtype) -> Tensor:
-    """This rank's tensor. Every rank draws the values of all ranks from the same seed, and keeps its own values."""
+    """Draws this rank's tensor. Every rank draws the values of all ranks from the same seed, and keeps its own values."""
     if not dtype.is_floating_point:
         return draw.integers(-100, 100, group.world_size, *shape, dtype=dtype)[group.rank].clone()
     return draw.normal(group.world_size, *shape, dtype=dtype)[group.rank].clone()
@@ -22,7 +22,7 @@ def own_values(draw: Draw, group: ProcessGroup, *shape: int, dtype: torch.dtype)
 
 @recipe
 def rank_inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, for_each_rank: bool = False) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments x and group. ``for_each_rank``: x has the given number of rows for every rank."""
+    """Draws x, with the default group. With ``for_each_rank``, x has the given number of rows for every rank."""
 
     def make(draw: Draw) -> dict[str, Any]:
         group = ProcessGroup.with_peer_memory()
@@ -33,7 +33,7 @@ def rank_inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, for_each_rank:
 
 
 def captured_inputs(variation: Variation, x: Tensor) -> dict[str, Any]:
-    """Inputs for a captured call, with the default group. Integers are small, so that sums do not overflow."""
+    """Draws the inputs of a captured call, with the default group. Integers are small, so that sums do not overflow."""
     if variation.want is not Want.CAPTURED:
         return {}
     values = {} if x.is_floating_point() else {"x": variation.draw.integers(-100, 100, *x.shape, dtype=x.dtype)}

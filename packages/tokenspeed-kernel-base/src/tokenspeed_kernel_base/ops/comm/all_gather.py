@@ -21,14 +21,14 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 
 @operator("comm", "all_gather", formats=("x",), traits={**ProcessGroup.trait_kinds, "protocol": str}, exact=True, varying=("rows",))
 def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """All-gather: concatenates the x of all ranks, in rank order, on every rank.
+    """All-gather: concatenates all ranks' x, in rank order. Every rank gets the result.
 
-    Every rank of the group must call this in the same order, with x of the same shape and dtype. With gloo or peer memory, the
-    ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at most
-    ``group.time_limit_s``.
+    All ranks of the group must make the same collective calls in the same order, with x of the same shape and dtype. With gloo or
+    peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at
+    most ``group.time_limit_s``.
 
     Args:
-        x: float16, bfloat16, float32, float64, int32 or int64 ``[rows, ...]``. Not written to.
+        x: float16, bfloat16, float32, float64, int32 or int64 ``[rows, ...]``. The operator does not write to x.
         group: the ranks that take part. Made by `ProcessGroup.of`.
         out: receives the result.
 
@@ -37,7 +37,8 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch

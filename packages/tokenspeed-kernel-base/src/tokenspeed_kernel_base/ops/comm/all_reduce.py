@@ -25,18 +25,19 @@ from tokenspeed_kernel_base.variation import Variation
     varying=("elements",),
 )
 def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """All-reduce: the sum of the x of all ranks, on every rank.
+    """All-reduce: sums all ranks' x. Every rank gets the result.
 
-    Every rank of the group must call this in the same order, with x of the same shape and dtype. With gloo or peer memory, the
-    ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at most
-    ``group.time_limit_s``.
+    All ranks of the group must make the same collective calls in the same order, with x of the same shape and dtype. With gloo or
+    peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at
+    most ``group.time_limit_s``.
 
     float16 and bfloat16 are accumulated in float32 and rounded once. Kernels may also round partial sums to x's dtype, at most
-    once for each rank. The order in which ranks are added is unspecified, but all ranks get bitwise equal results. Kernels that use
-    peer memory wait for other ranks at most ``group.peer_time_limit_s``; after that the launch fails.
+    once for each rank. The order in which the ranks' values are added is unspecified, but all ranks get bitwise equal results.
+    Kernels that use peer memory wait for other ranks at most ``group.peer_time_limit_s``; after that the launch fails.
 
     Args:
-        x: float16, bfloat16, float32, float64, int32 or int64 ``[...]``. Not written to unless it is also ``out``.
+        x: float16, bfloat16, float32, float64, int32 or int64 ``[...]``. The operator does not write to x, unless x is also
+            ``out``.
         group: the ranks that take part. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that access
             peer memory directly instead of calling a communication library.
         out: receives the sum; may be x itself, and must not overlap it otherwise.
@@ -46,7 +47,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch

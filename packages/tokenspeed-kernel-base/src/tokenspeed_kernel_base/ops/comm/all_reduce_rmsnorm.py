@@ -40,13 +40,13 @@ def all_reduce_rmsnorm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sums x over all ranks, adds the residual and normalises the result, on every rank: `rmsnorm` of `all_reduce`.
 
-    Every rank of the group must call this in the same order, with x of the same shape and dtype, and with the same weight, eps and
-    residual. With gloo or peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison
-    waits for other ranks at most ``group.time_limit_s``.
+    All ranks of the group must make the same collective calls in the same order, with x of the same shape and dtype, and with the
+    same weight, eps and residual. With gloo or peer memory, the ranks compare their calls at the first call of each shape and
+    dtype. This comparison waits for other ranks at most ``group.time_limit_s``.
 
-    The sum over ranks is rounded to x's dtype, then the sum with the residual, which is normalised in float32. All ranks get
-    bitwise equal results. Kernels that use peer memory wait for other ranks at most ``group.peer_time_limit_s``; after that the
-    launch fails.
+    The sum over ranks is rounded to x's dtype. Its sum with the residual is rounded to the residual's dtype. The rounded sum is
+    normalised in float32. All ranks get bitwise equal results. Kernels that use peer memory wait for other ranks at most
+    ``group.peer_time_limit_s``; after that the launch fails.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
@@ -57,14 +57,16 @@ def all_reduce_rmsnorm(
         residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16. Added to the sum before the
             normalisation.
         out: receives the result. May be x. May be the residual unless residual_out is the residual.
-        residual_out: receives the sum with the residual. May be the residual. May be x unless out is x. Only with a residual.
+        residual_out: receives the sum with the residual. May be the residual. May be x unless out is x. Allowed only with a
+            residual.
 
     Returns:
         The normalised sum, like x and contiguous; with a residual, ``(normalised, sum)``.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch
@@ -94,7 +96,7 @@ def _(x: Tensor, group: ProcessGroup, residual: Tensor | None) -> dict[str, obje
 
 @all_reduce_rmsnorm.intermediates
 def _(x: Tensor) -> tuple[TensorFormat, ...]:
-    return (dense_tensor_format(x.dtype),)  # the sum over ranks
+    return (dense_tensor_format(x.dtype),)  # the sum over ranks is rounded to x's dtype
 
 
 @all_reduce_rmsnorm.check

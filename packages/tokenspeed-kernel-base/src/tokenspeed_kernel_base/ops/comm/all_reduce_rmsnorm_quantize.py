@@ -40,7 +40,8 @@ def all_reduce_rmsnorm_quantize(
     scale_out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """`quantize` of `all_reduce_rmsnorm`: the normalised sum over all ranks, in the format that ``quantization`` names.
+    """Applies `all_reduce_rmsnorm`, then `quantize`: returns the normalised sum over all ranks in the format that ``quantization``
+    names.
 
     The normalised sum is rounded to x's dtype, and then quantised. Ranks must agree as for `all_reduce_rmsnorm`, and get bitwise
     equal results. A given scale must have the same values on all ranks.
@@ -56,15 +57,16 @@ def all_reduce_rmsnorm_quantize(
             normalisation.
         out: receives q.
         scale_out: receives the scales; must be None if ``quantization`` has an fp8 scale.
-        residual_out: receives the sum with the residual; may be the residual or x. Only with a residual.
+        residual_out: receives the sum with the residual; may be the residual or x. Allowed only with a residual.
 
     Returns:
-        q and scale as `quantize` returns them, q alone if ``quantization`` has an fp8 scale; with a residual, also the sum, like x
-        and contiguous.
+        q and scale as `quantize` returns them, or q alone if ``quantization`` has an fp8 scale. With a residual also the sum,
+        contiguous, in the residual's dtype.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch
@@ -92,7 +94,7 @@ for _hook in Quantised.hooks:
 def _inputs(
     kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, residual: bool = True, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: see `draw_quantization`."""
+    """Draws the arguments. `draw_quantization` explains ``options``."""
 
     def make(draw: Draw) -> dict[str, Any]:
         group = ProcessGroup.with_peer_memory()

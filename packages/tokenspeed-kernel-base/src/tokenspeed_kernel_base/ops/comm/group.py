@@ -20,23 +20,23 @@ from tokenspeed_kernel_base.traits import TraitKind
 # The backend of a group of one process, which does not communicate.
 ALONE = "none"
 
-# The default size of the largest message, by backend. nccl: 8192 rows of 2880 bfloat16 elements, each row rounded up
-# to a multiple of `UNIT` bytes. gloo: less, because kernels on CPUs are only interpreted.
+# The default size of the largest message, in bytes, by backend. nccl: 8192 rows of 2880 bfloat16 elements, each row rounded up to a
+# multiple of `UNIT` bytes. gloo: less, because kernels on CPUs run only in an interpreter.
 _PEER_BYTES = {"nccl": 48 << 20, "gloo": 1 << 20}
-# Smallest one-shot size by default. Some operators have only the one-shot protocol, and can then send 4 MiB to each rank.
+# The least default of one_shot_bytes. So operators that have only the one-shot protocol can send 4 MiB to each rank.
 _LEAST_BYTES = 4 << 20
 
 
 class ProcessGroup(Resource):
     """The processes that take part in a collective call: a group of `torch.distributed`. Made by `ProcessGroup.of`.
 
-    Every rank of a group must make the same calls with it, in the same order, with tensors of equal shapes and dtypes. With gloo
-    or peer memory, the ranks compare their calls at the first call of each kind, see `check_agreement`. Without gloo or peer
-    memory, a mismatch causes a hang or wrong results. The ranks must also select the same kernel. They do so if packages, settings
-    and tuned tables are the same.
+    Every rank of a group must make the same calls with it, in the same order, with tensors of equal shapes and dtypes. With gloo or
+    peer memory, the ranks compare their first calls of each kind, see `check_agreement`. Without gloo or peer memory, a mismatch
+    causes a hang or wrong results. The ranks must also select the same kernel. They do so if packages, settings and tuned tables
+    are the same.
 
     Attributes:
-        rank: this process, from 0.
+        rank: the rank of this process, from 0.
         world_size: the number of processes.
         backend: ``"gloo"``, ``"nccl"``...; ``"none"`` for a group of one process without torch.distributed.
         time_limit_s: how long `check_agreement` waits for the other ranks, in seconds. May be set.
@@ -75,11 +75,11 @@ class ProcessGroup(Resource):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> ProcessGroup:
-        """Returns the resource of a group, the same object for each call.
+        """Returns the resource of a group. All calls for one group return the same object.
 
         Args:
-            group: a group of torch.distributed. Default: the default group, or a group of this process alone if torch.distributed
-                is not initialised.
+            group: a group of torch.distributed. Default: torch.distributed's default group, or a group of this process alone if
+                torch.distributed is not initialised.
 
         Raises:
             TypeError: group is not a process group, or this rank does not belong to it.
@@ -120,7 +120,7 @@ class ProcessGroup(Resource):
 
         Raises:
             TypeError: as for `of`.
-            ValueError: the group already has less peer memory.
+            ValueError: an earlier call has made less peer memory for the group.
         """
         group = _torch_group(group)
         if group is None:
@@ -162,8 +162,8 @@ class ProcessGroup(Resource):
         return {"world_size": self.world_size, "backend": self.backend, "link": link}
 
     def protocol(self, nbytes: int, row_bytes: int = CHUNK) -> str:
-        """The protocol for a message over peer memory, ``"one_shot"`` or ``"two_shot"``; otherwise the reason why neither is
-        possible. The same on every rank.
+        """Returns the protocol for a message over peer memory, ``"one_shot"`` or ``"two_shot"``; otherwise the reason why neither
+        is possible. All ranks get the same result.
 
         Args:
             nbytes: bytes of the message.
@@ -172,8 +172,8 @@ class ProcessGroup(Resource):
         return self.peers.protocol(nbytes, row_bytes) if self.peers is not None else f"none: {self.peer_gap}"
 
     def direct(self, nbytes: int, row_bytes: int = CHUNK) -> str:
-        """``"one_shot"`` if kernels can send a message to every other rank over peer memory, otherwise the reason why they cannot.
-        The same on every rank.
+        """Returns ``"one_shot"`` if kernels can send a message to every other rank over peer memory, otherwise the reason why they
+        cannot. All ranks get the same result.
 
         Args:
             nbytes: bytes of the message for each rank.
@@ -183,7 +183,7 @@ class ProcessGroup(Resource):
         return ONE_SHOT if gap is None else f"none: {gap}"
 
     def check_agreement(self, call: str, **arguments: Tensor | Hashable) -> None:
-        """Compares a call with the same call of the other ranks, when this rank first makes it.
+        """Compares a call with the other ranks' calls, the first time that this rank makes it.
 
         Without gloo and without peer memory the ranks cannot compare calls, and nothing is checked.
 
@@ -227,7 +227,8 @@ class ProcessGroup(Resource):
 
 
 def _torch_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The given group; by default torch.distributed's default group. None stands for a group of this process alone."""
+    """Returns the given group, or by default torch.distributed's default group. The result None stands for a group of this process
+    alone."""
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if not isinstance(group, dist.ProcessGroup):

@@ -30,9 +30,10 @@ def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None 
 
     The operator is the counterpart of `moe_dispatch`.
 
-    Every rank of the group must make this call in the same order, with tensors of the same shapes and dtypes. With gloo or peer
-    memory, the ranks compare their calls at the first call of each kind. This comparison waits for other ranks at most
-    ``group.time_limit_s``. Ranks are added in rank order, in float32 (float64 for float64 inputs), and the sum is rounded once.
+    All ranks of the group must make the same collective calls in the same order, with tensors of the same shapes and dtypes. With
+    gloo or peer memory, the ranks compare their calls at the first call of each kind. This comparison waits for other ranks at most
+    ``group.time_limit_s``. The ranks' results are added in rank order, in float32 (float64 for float64 inputs), and the sum is
+    rounded once.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[world_size * tokens, hidden]``: a result for each row of `moe_dispatch`,
@@ -48,7 +49,8 @@ def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None 
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch

@@ -19,7 +19,8 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 
 def row_bytes(hidden: int, top_k: int, itemsize: int) -> int:
-    """Bytes sent for one token: the token's expert ids and weights, padded to 16-byte vectors, and its hidden vector."""
+    """Returns the bytes sent for one token: the token's expert ids and weights, padded to 16-byte vectors, and its hidden
+    vector."""
     return -(-8 * top_k // VECTOR) * VECTOR + hidden * itemsize
 
 
@@ -45,13 +46,13 @@ def moe_dispatch(
     """Expert-parallel dispatch: sends each token once to every rank that holds one of its experts.
 
     Rank r holds ``num_experts / world_size`` experts, from ``r * num_experts / world_size`` on. Each rank's result has a row for
-    each token of each rank, in rank order. A rank receives the rows of tokens for its own experts. All other rows are zero and have
-    no experts. So shapes do not depend on the routing. `moe_apply` on these rows, weights and ids, followed by `moe_combine`,
-    equals `moe_apply` with all experts, except for the order of summation.
+    each token of each rank, in rank order. A rank receives the rows of those tokens that are routed to its experts. All other rows
+    are zero and have no experts. So shapes do not depend on the routing. `moe_apply` on these rows, weights and ids, followed by
+    `moe_combine`, equals `moe_apply` with all experts, except for the order of summation.
 
-    Every rank of the group must call this in the same order, with tensors of the same shapes and dtypes. A rank with fewer tokens
-    pads with tokens without experts. With gloo or peer memory, the ranks compare their calls at the first call of each kind. This
-    comparison waits for other ranks at most ``group.time_limit_s``.
+    All ranks of the group must make the same collective calls in the same order, with tensors of the same shapes and dtypes. A rank
+    with fewer tokens adds padding tokens, whose ids are all negative. With gloo or peer memory, the ranks compare their calls at
+    the first call of each kind. This comparison waits for other ranks at most ``group.time_limit_s``.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
@@ -72,7 +73,8 @@ def moe_dispatch(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch
@@ -160,7 +162,7 @@ def _chosen(draw: Draw, tokens: int, top_k: int, num_experts: int, rank: int, ra
 def _inputs(
     tokens: int, hidden: int, num_experts: int, top_k: int, dtype: torch.dtype = torch.bfloat16, empty: bool = False
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments of `moe_dispatch`. ``empty``: the last rank has no tokens, and no token is routed to its experts."""
+    """Draws the arguments of `moe_dispatch`. With ``empty``, the last rank has no tokens, and no token is routed to its experts."""
 
     def make(draw: Draw) -> dict[str, Any]:
         group = ProcessGroup.with_peer_memory()

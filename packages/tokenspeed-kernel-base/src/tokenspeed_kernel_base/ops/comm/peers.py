@@ -11,10 +11,10 @@ their addends of the row to the owner, and the owner sends the sum to all ranks.
 
 In both protocols, the value of a word shows whether data has arrived. A receive buffer holds `SENTINEL` in each 32-bit word until
 data arrives. No rank ever sends `SENTINEL`, and the reader restores it after reading. Receive buffers are double-buffered:
-successive calls alternate between two buffers, so a buffer is reused two calls later. The buffer is free by then. The call in
-between received data from every other rank, and a rank sends that data only after it has read the first call's data. One use
-counter per `UNIT` bytes, on the device, selects the buffer. So graphs may be replayed in any order and calls may have any size. All
-ranks must make the same calls in the same order, on one stream or on streams that wait for one another.
+calls alternate between two buffers, so call n + 2 reuses the buffer of call n. The buffer is free by then: call n + 1 has received
+data from every other rank, and a rank sends that data only after it has read the data of call n. One use counter per `UNIT` bytes,
+on the device, selects the buffer. So graphs may be replayed in any order and calls may have any size. All ranks must make the same
+calls in the same order, on one stream or on streams that wait for one another.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ VECTOR = 16
 """Bytes of one vector store."""
 
 CHUNK = 4096
-"""Bytes of the rows into which a message without its own rows is split."""
+"""Bytes of a row, for messages that are not made of rows."""
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 
-# Messages up to this many bytes use one shot, larger ones two shots, by world size. Between two H200s, two shots send equally many
-# bytes as one shot and take 1.1 us longer, so one shot is always better. For more ranks the limits are computed, not measured. At
-# the limit, NVLink takes 1.1 us, at 372 GB/s, for the bytes that two shots save.
+# Bytes of the largest message that uses one shot, by world size. Larger messages use two shots. Between two H200s, two shots send
+# as many bytes as one shot and take 1.1 us longer, so one shot is always better. For more ranks the limits are computed, not
+# measured. At a limit, NVLink (372 GB/s) takes 1.1 us for the bytes that two shots save.
 ONE_SHOT_MOST = {2: 1 << 40, 3: 1 << 19, 4: 1 << 18, 8: 1 << 16}
 
 
 def one_shot_most(world_size: int) -> int:
-    """Bytes of the largest message that uses one shot rather than two shots."""
+    """Returns the bytes of the largest message that uses one shot rather than two shots."""
     return next(most for size, most in sorted(ONE_SHOT_MOST.items()) if size >= min(world_size, max(ONE_SHOT_MOST)))
 
 
@@ -73,11 +73,12 @@ class PeerMemory:
         two_shot, two_shot_source: like one_shot and one_shot_source, for the first of two shots. Messages of rank r arrive at
             offset ``r * share_bytes``.
         sums, sums_source: like two_shot and two_shot_source, for the second of two shots, in which only the owner sends a row.
-        one_shot_uses, two_shot_uses, sums_uses: int32, one use counter per `UNIT` bytes; in two_shot_uses grouped by owner.
+        one_shot_uses, two_shot_uses, sums_uses: int32, one use counter per `UNIT` bytes. The counters in two_shot_uses are grouped
+            by owner rank.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, one_shot_bytes: int, two_shot_bytes: int) -> None:
-        """Use `connect` instead, which all ranks call."""
+        """Creates the object without its memory. Use `connect` instead, which all ranks call."""
         self.rank, self.world_size, self.device, self.link = rank, world_size, device, "unknown"
         self.one_shot_bytes = -(-one_shot_bytes // UNIT) * UNIT
         self.share_bytes = -(-two_shot_bytes // (UNIT * world_size)) * UNIT
@@ -170,7 +171,7 @@ def _first_gap(control: dist.ProcessGroup, gap: str | None) -> str | None:
 
 
 def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why this rank cannot access the other ranks' memory, as far as known before mapping; else None."""
+    """Returns why this rank cannot access the other ranks' memory, or None if no reason is known before the memory is mapped."""
     cuda = device.type == "cuda"
     mine = socket.gethostname(), device.type, _uuid(device) if cuda else ""
     all_of: list[tuple[str, str, str]] = [mine] * dist.get_world_size(control)
@@ -199,12 +200,12 @@ def _uuid(device: torch.device | int) -> str:
 
 
 def _visible() -> dict[str, int]:
-    """The device indices of the GPUs that this process sees, by UUID."""
+    """Returns the device indices of the GPUs that this process sees, by UUID."""
     return {_uuid(index): index for index in range(torch.cuda.device_count())}
 
 
 def _link(control: dist.ProcessGroup, device: torch.device) -> str:
-    """The link between this rank's device and the other ranks' devices, see `PeerMemory`."""
+    """Returns the link between this rank's device and the other ranks' devices, see `PeerMemory`."""
     if device.type != "cuda":
         return "host memory"
     uuids: list[str] = [""] * dist.get_world_size(control)
@@ -272,5 +273,5 @@ def _allocate_in_file(memory: PeerMemory, control: dist.ProcessGroup) -> str | N
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Returns the first line of an error's message."""
     return str(error).partition("\n")[0]

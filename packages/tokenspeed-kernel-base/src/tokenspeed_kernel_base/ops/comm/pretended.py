@@ -16,9 +16,9 @@ _BYTES = 48 << 20
 
 @contextlib.contextmanager
 def as_rank_of(world_size: int) -> Iterator[None]:
-    """Context manager: builds cases in this process as on one rank of ``world_size``.
+    """Context manager in which this process builds cases as one of ``world_size`` ranks does.
 
-    The peer memory has invented addresses. Use such cases to select or compile kernels; do not launch any."""
+    The addresses of the peer memory are invented. So use these cases to select or compile kernels, and do not launch any kernel."""
     if world_size == 1:
         yield
         return

@@ -21,17 +21,17 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 @operator("comm", "reduce_scatter", formats=("x",), traits={**ProcessGroup.trait_kinds, "protocol": str}, varying=("rows",))
 def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """Reduce-scatter: this rank's rows of the sum of the x of all ranks.
+    """Reduce-scatter: sums all ranks' x, and returns this rank's rows of the sum.
 
-    Every rank of the group must make this call in the same order, with x of the same shape and dtype. With gloo or peer memory, the
-    ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at most
-    ``group.time_limit_s``.
+    All ranks of the group must make the same collective calls in the same order, with x of the same shape and dtype. With gloo or
+    peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at
+    most ``group.time_limit_s``.
 
     float16 and bfloat16 are accumulated in float32 and rounded once. Kernels may also round partial sums to x's dtype, at most
-    once for each rank. The order in which ranks are added is unspecified.
+    once for each rank. The order in which the ranks' values are added is unspecified.
 
     Args:
-        x: float16, bfloat16, float32, float64, int32 or int64 ``[world_size * rows, ...]``. Not written to.
+        x: float16, bfloat16, float32, float64, int32 or int64 ``[world_size * rows, ...]``. The operator does not write to x.
         group: the ranks that take part. Made by `ProcessGroup.of`.
         out: receives the result.
 
@@ -40,7 +40,8 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) ->
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
-        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
+        RuntimeError: at the first call, another rank did not make the call within the time limit. Also raised if the group was
+            destroyed.
 
     Example:
         >>> import torch

@@ -63,33 +63,33 @@ def apply_rope(
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding of q and k, which can also store k and v in the paged KV cache.
+    """Rotates q and k (rotary position embedding, RoPE), and can also store k and v in the paged KV cache.
 
     The first ``rotary_dim`` elements of a head form pairs ``(a, b)``. Each pair becomes ``(a * cos - b * sin, b * cos + a * sin)``.
     The remaining elements are copied (Su et al., 2021, arXiv:2104.09864). Pair i has elements ``(i, i + rotary_dim / 2)``, as in
     GPT-NeoX and most published weights. With ``interleaved``, pair i has elements ``(2 * i, 2 * i + 1)``, as in GPT-J. Arithmetic
     is float32 (float64 for float64 inputs), rounded to q's dtype once.
 
-    The caller supplies cosines and sines, so any rule for the angles is possible. ``cos^2 + sin^2 = 1`` is not required. An
-    attention factor, as in YaRN (Peng et al., 2023, arXiv:2309.00071), is multiplied into cosines and sines beforehand, and so
-    scales the logits by its square.
+    The caller supplies cosines and sines, so any rule for the angles is possible. ``cos^2 + sin^2 = 1`` is not required. The caller
+    multiplies an attention factor, as in YaRN (Peng et al., 2023, arXiv:2309.00071), into the cosines and sines. The logits are
+    then scaled by the square of this factor.
 
     With ``mrope_section`` a token has three positions, in time, height and width, as in Qwen's vision-language models (Wang et al.,
     2024, arXiv:2409.12191). Each pair uses the angle of one of these positions. The first ``mrope_section[0]`` pairs use time, the
     next ``mrope_section[1]`` pairs height, and the remaining pairs width (Qwen2.5-VL). With ``mrope_interleaved``, time, height and
-    width alternate from pair to pair until height or width has the number of pairs in its section; all other pairs use time
+    width alternate from pair to pair. Once height or width has the number of pairs in its section, its further pairs use time
     (Qwen3-VL). For other rules, such as four sections, give every token its own row in cos_sin_cache: see "Rotary positions of any
     kind" on the page "Calling operators".
 
     With ``v``, ``k_cache``, ``v_cache`` and ``slot_mapping``, k and v are also written to the cache, exactly as by `store_kv_cache`
-    with the same scales. k is rotated and rounded as in the result.
+    with the same scales. The k in the cache is rotated and rounded like the returned k.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
         k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided. With ``k=q[:, :0]``, a view without heads, only q is
             rotated.
         positions: int32 or int64 ``[tokens]``, with mrope_section ``[3, tokens]``; 0 to ``max_positions - 1``, in any order.
-            Checked if positions lie in host memory, also for tokens that are not written.
+            Positions in host memory are checked, also those of tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         interleaved: which elements form a pair, see above.
@@ -100,10 +100,11 @@ def apply_rope(
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
             ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
             host memory.
-        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only if k is written to an 8-bit cache.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Allowed only if k is written to an 8-bit
+            cache.
         v_scale: the scale of v, like k_scale.
         mrope_section: how many pairs use time, height and width, ``rotary_dim / 2`` in total; None: a token has one position.
-        mrope_interleaved: whether time, height and width alternate from pair to pair, see above. Only with mrope_section.
+        mrope_interleaved: whether time, height and width alternate from pair to pair, see above. Allowed only with mrope_section.
         q_out: receives the rotated q; may be q.
         k_out: receives the rotated k; may be k.
 
@@ -138,7 +139,7 @@ def apply_rope(
 def angles_at(
     positions: Tensor, cos_sin_cache: Tensor, mrope_section: tuple[int, ...] | None = None, mrope_interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of every token's angles, ``[tokens, 1, rotary_dim / 2]`` each."""
+    """Returns the cosines and sines of every token's angles, ``[tokens, 1, rotary_dim / 2]`` each."""
     rows = cos_sin_cache[positions.long()]
     if mrope_section is not None:
         _, height, width = mrope_section
@@ -238,7 +239,7 @@ def _(
 def check_angles(
     check: Checker, positions: Tensor, cos_sin_cache: Tensor, mrope_section: tuple[int, ...] | None, mrope_interleaved: bool
 ) -> None:
-    """Checks shapes and dtypes of positions and cos_sin_cache. Call it when the sizes of q are bound."""
+    """Checks shapes and dtypes of positions and cos_sin_cache. Call this function when the sizes of q are bound."""
     if mrope_section is not None:
         said = "three numbers, of time, height and width; for other sections give each token a row of cos_sin_cache"
         check.require(len(mrope_section) == 3, "mrope_section", said, str(mrope_section))
@@ -257,14 +258,14 @@ def check_angles(
     pairs, whole = rotary_dim // 2, min(mrope_section) >= 0 and 2 * sum(mrope_section) == rotary_dim
     check.require(whole, "mrope_section", f"three numbers from 0 on that add up to rotary_dim / 2 = {pairs}", str(mrope_section))
     if mrope_interleaved:
-        most = [(pairs - offset + 2) // 3 for offset in (1, 2)]  # pairs that alternation gives to height and to width
+        most = [(pairs - offset + 2) // 3 for offset in (1, 2)]  # the most pairs of height and of width when they alternate
         fits = all(count <= limit for count, limit in zip(mrope_section[1:], most, strict=True))
         said = f"of height and width at most {most[0]} and {most[1]}, because every third of {pairs} pairs is theirs"
         check.require(fits, "mrope_section", said, str(mrope_section))
 
 
 def check_positions(check: Checker, positions: Tensor | None, cos_sin_cache: Tensor) -> None:
-    """Checks positions in host memory: each must be a row of the table."""
+    """Checks positions in host memory: each must be the index of a row of cos_sin_cache."""
     if positions is not None and positions.numel():
         end = cos_sin_cache.shape[0]
         for position, token in ((positions.min(), positions.argmin()), (positions.max(), positions.argmax())):
@@ -279,7 +280,7 @@ def _(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def angles_table(draw: Draw, positions: int, rotary_dim: int, base: float = 150000.0, factor: float = 1.0) -> Tensor:
-    """A ``cos_sin_cache`` with GPT-OSS's angles; ``factor``, an attention factor, multiplies cosines and sines."""
+    """Returns a ``cos_sin_cache`` with GPT-OSS's angles; ``factor``, an attention factor, multiplies cosines and sines."""
     exponents = torch.arange(0, rotary_dim, 2, device=draw.device, dtype=torch.float64) / rotary_dim
     angles = torch.arange(positions, device=draw.device, dtype=torch.float64).unsqueeze(1) * base**-exponents
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).float()
@@ -301,9 +302,9 @@ def _inputs(
     fused: bool = True,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at random positions. With ``page_size`` also a cache, to which every fifth token is not written.
+    """Draws tokens at random positions. With ``page_size``, also draws a cache, and every fifth token gets a negative slot.
 
-    ``fused``: q, k and v are slices of one tensor, as after a fused projection.
+    With ``fused``, q, k and v are slices of one tensor, as after a fused projection.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -330,7 +331,7 @@ def _inputs(
             arguments["v_cache"] = draw.normal(*cache, v_width, dtype=cache_dtype or dtype)
             arguments["slot_mapping"] = slots
             if scale_shape is not None:
-                arguments["k_scale"] = draw.uniform(*scale_shape, low=0.001, high=0.1)  # so small that some values saturate
+                arguments["k_scale"] = draw.uniform(*scale_shape, low=0.001, high=0.1)  # small scales: some values saturate
                 arguments["v_scale"] = draw.uniform(*scale_shape, low=0.01, high=2.0)
         return arguments
 
@@ -430,7 +431,7 @@ def _(
     v_scale: Tensor | None,
 ) -> Cost:
     tokens, rotary_dim = q.shape[0], cos_sin_cache.shape[-1]
-    # Four multiplications and two additions for each pair. At most one row of the table is read for each token.
+    # Four multiplications and two additions for each pair. At most one row of cos_sin_cache is read for each token.
     flops = 3.0 * tokens * (q.shape[1] + k.shape[1]) * rotary_dim
     moved = 2 * nbytes(q, k) + nbytes(positions) + min(4 * tokens * rotary_dim, nbytes(cos_sin_cache))
     if k_cache is not None and v is not None:

@@ -73,8 +73,8 @@ def apply_rope_mla(
         q_rope: q_latent's dtype ``[tokens, heads, rope_dim]``, not rotated; rope_dim is even and > 0. May be strided.
         latent: q_latent's dtype ``[tokens, kv_lora_rank]``, after the model's normalisation. May be a strided slice.
         k_rope: q_latent's dtype ``[tokens, rope_dim]``, not rotated.
-        positions: int32 or int64 ``[tokens]``, 0 to ``max_positions - 1``, in any order. Checked if positions lie in host memory,
-            also for tokens that are not written.
+        positions: int32 or int64 ``[tokens]``, 0 to ``max_positions - 1``, in any order. Positions in host memory are checked, also
+            those of tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rope_dim]``. Row p holds the cosines of position p's ``rope_dim / 2`` angles, then
             their sines.
         kv_cache: ``[pages, page_size, kv_lora_rank + rope_dim]`` of q_latent's dtype or an 8-bit float. Written to. May be strided.
@@ -83,8 +83,8 @@ def apply_rope_mla(
             host memory.
         interleaved: which elements form a rotary pair. True: ``(2 * i, 2 * i + 1)``, as in DeepSeek's weights. False: ``(i, i +
             rope_dim / 2)``.
-        q_scale: float32 ``[]`` or ``[1]``, finite, > 0; None means 1. Only for an 8-bit ``out_dtype``.
-        kv_scale: the scale of the cache, for latent and rotary part alike, like q_scale. Only for an 8-bit cache.
+        q_scale: float32 ``[]`` or ``[1]``, finite, > 0; None means 1. Allowed only for an 8-bit ``out_dtype``.
+        kv_scale: the scale of the cache, for latent and rotary part alike, like q_scale. Allowed only for an 8-bit cache.
         out_dtype: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or q_latent's dtype; None means q_latent's dtype.
         out: receives the queries; must not overlap an input.
 
@@ -211,7 +211,8 @@ def _inputs(
     fused: bool = True,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at random positions; every fifth token is padding. ``fused``: tensors are strided, as after fused projections."""
+    """Draws tokens at random positions. With ``padding``, every fifth token has a negative slot. With ``fused``, tensors are
+    strided, as after fused projections."""
 
     def make(draw: Draw) -> dict[str, Any]:
         pages = tokens // page_size + 2
@@ -237,7 +238,7 @@ def _inputs(
         }
         if scaled:
             if "out_dtype" in options:
-                arguments["q_scale"] = draw.uniform(low=0.001, high=0.01)  # so small that some values saturate
+                arguments["q_scale"] = draw.uniform(low=0.001, high=0.01)  # scales this small make some values saturate
             if cache_dtype is not None:
                 arguments["kv_scale"] = draw.uniform(low=0.001, high=0.01)
         return arguments
@@ -312,7 +313,7 @@ def _(
     out_dtype: torch.dtype | None,
 ) -> Cost:
     tokens, heads, rope_dim = q_rope.shape
-    # Four multiplications and two additions for each pair. At most one row of the table is read for each token.
+    # Four multiplications and two additions for each pair. At most one row of cos_sin_cache is read for each token.
     flops = 3.0 * tokens * (heads + 1) * rope_dim
     read = nbytes(q_latent, q_rope, latent, k_rope, positions, slot_mapping, q_scale, kv_scale)
     read += min(4 * tokens * rope_dim, nbytes(cos_sin_cache))

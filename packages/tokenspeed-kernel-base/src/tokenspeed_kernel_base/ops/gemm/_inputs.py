@@ -1,4 +1,4 @@
-"""Random GEMM operands in each format, for cases."""
+"""Draws random GEMM operands in each format, for cases."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fp8(
     e8m0 or packed."""
     along = blocks(k, block) if scales != "packed" else blocks(blocks(k, block), 4)
     a_shapes = {"tensor": (1,), "token": (*batch, m, 1), "block": (*batch, m, along)}
-    # Shapes as stored with a weight [n, k]; scales with two axes are passed transposed.
+    # The shapes of scales as stored with a weight [n, k]. Scales with two axes are passed transposed.
     b_shapes = {
         "tensor": (1,),
         "channel": (*batch, n, 1),
@@ -116,7 +116,7 @@ def _weight(draw: Draw, batch: tuple[int, ...], k: int, n: int) -> Tensor:
 
 
 def _drawn(draw: Draw, n: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options. A ``bias`` that is given as a dtype is replaced by a drawn bias of that dtype."""
+    """Returns the options. If ``bias`` is given as a dtype, replaces it by a drawn bias of that dtype."""
     if "bias" in options:
         return {**options, "bias": draw.normal(n, dtype=options["bias"])}
     return options

@@ -53,9 +53,10 @@ def bmm(
     Args:
         a: ``[batch, m, k]``, or ``[batch, m, k/2]`` in mxfp4 and nvfp4.
         b: ``[batch, k, n]``, or ``[batch, k/2, n]`` in mxfp4 and nvfp4.
-        a_scale: see above.
-        b_scale: see above.
-        out_dtype: float16, bfloat16 or float32, for float64 operands float64. a's dtype if a is dense, else bfloat16.
+        a_scale: the scale of a, see above; None if a is dense.
+        b_scale: the scale of b, see above; None if b is dense.
+        out_dtype: float16, bfloat16 or float32; for float64 operands float64. The default is a's dtype if a is dense, else
+            bfloat16.
         alpha: float32 ``[]`` or ``[1]``, multiplies the result. Required if an operand is nvfp4, otherwise not allowed.
         out: receives the result; must not share memory with an input.
 

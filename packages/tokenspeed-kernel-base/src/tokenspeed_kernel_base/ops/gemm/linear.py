@@ -50,9 +50,9 @@ from tokenspeed_kernel_base.variation import Variation, Want
 def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | None = None) -> Tensor:
     """Linear layer: ``x @ weight.t() + bias``, with weights that `linear.prepare` arranged for the plan's kernel.
 
-    Composed of `mm` and, if the plan quantises activations, of `quantize_fp8`, `quantize_fp8_with_scale`, `quantize_mxfp8`,
-    `quantize_mxfp4` or `quantize_nvfp4`. This composition is the fallback for plans that no fused kernel supports. Its weights are
-    in the canonical layout.
+    The operator is a composition of `mm` and, if the plan quantises activations, of `quantize_fp8`, `quantize_fp8_with_scale`,
+    `quantize_mxfp8`, `quantize_mxfp4` or `quantize_nvfp4`. This composition is the fallback for plans that no fused kernel
+    supports. Its weights are in the canonical layout.
 
     Rounding is that of these operators. Weights are dequantised exactly. Activations are rounded only as the plan's
     ``activation_dtype`` says. Accumulators are float32 (float64 for float64 tokens), and the result, bias included, is rounded to
@@ -97,7 +97,7 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
     elif plan.activation_dtype == "fp8_block":
         a, a_scale = quantize_fp8(x, "block")
     elif plan.activation_dtype == "fp8_static":
-        assert weights.input_scale is not None  # checked by the operator
+        assert weights.input_scale is not None  # the operator has checked this
         a_scale = weights.input_scale
         a = quantize_fp8_with_scale(x, a_scale)
     elif plan.activation_dtype == "mxfp8":
@@ -162,8 +162,9 @@ def _(
 
 @linear.prepare
 def _(preparation: Preparation, weights: Any, plan: LinearPlan) -> LinearWeights:
-    """A preprocessor returns an object with the attributes of `LinearWeights`; one derived from `Resource` may hold more. If the
-    returned object lacks the input scale, this hook adds the scale.
+    """Prepares weights for the plan's kernel. The kernel's preprocessor returns an object with the attributes of `LinearWeights`.
+    An object derived from `Resource` may hold further tensors. If the returned object lacks the input scale, this hook adds the
+    scale.
     """
     check_plan(preparation.check, plan, "plan.")
     return preparation.arranged(weights, plan, LinearWeights, check_canonical)
@@ -201,7 +202,7 @@ def _drawn(draw: Draw, tokens: int, plan: LinearPlan) -> tuple[Tensor, LinearWei
 def _inputs(
     tokens: int, in_features: int, out_features: int, *, wide_bias: bool = False, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments of one layer.
+    """Draws the arguments of one layer.
 
     Args:
         wide_bias: use a float32 bias.
@@ -209,7 +210,8 @@ def _inputs(
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        # All kernels get the same case with canonical weights. The runner of the case processes these weights for each kernel.
+        # All kernels get the same case, with canonical weights. The code that runs the case then prepares these weights for each
+        # kernel.
         fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_linear"}
         plan = linear.plan(in_features, out_features, **{"bias": wide_bias, **options, **fixed})
         x, weights = _drawn(draw, tokens, plan)
@@ -274,7 +276,7 @@ def _(variation: Variation, x: Tensor, weights: LinearWeights, plan: LinearPlan)
     if variation.want is not Want.CAPTURED:
         return {}
     options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    for name in ("kernel", "weight_layout"):  # these fields depend on the kernel
+    for name in ("kernel", "weight_layout"):  # these fields follow from the kernel
         del options[name]
     bias = getattr(weights, "bias", None)
     return _inputs(len(x), wide_bias=bias is not None and bias.dtype != plan.dtype, **options)(variation.draw)

@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.traits import TraitKind
 
 E4M3 = torch.float8_e4m3fn
-# The activation dtypes that each weight format can be combined with. The GEMM runs on this pair of formats.
+# The activation dtypes that each weight format can be combined with. The GEMM runs on tokens and weights in these two formats.
 ACTIVATION_DTYPES = {
     "dense": ("none",),
     "fp8_channel": ("none", "fp8", "fp8_static"),
@@ -47,7 +47,7 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """The computation of a linear layer and its kernel. Immutable and hashable.
+    """A plan: what a linear layer computes, and which kernel its weights are processed for. Plans are immutable and hashable.
 
     `linear.plan` makes a plan once for each layer, and takes ``in_features`` and ``out_features`` by position.
 
@@ -80,13 +80,13 @@ class LinearPlan:
 
 
 def signature_of(plan: LinearPlan) -> FormatSignature:
-    """The formats of tokens and weights; weights in a kernel's own layout keep the name of their original format."""
+    """Returns the formats of tokens and weights; weights in a kernel's own layout keep the name of their original format."""
     dense = dense_tensor_format(plan.dtype)
     return format_signature(x=dense, weight=_WEIGHTS.get(plan.weight_format, dense))
 
 
 def intermediates_of(plan: LinearPlan) -> tuple[TensorFormat, ...]:
-    """The format that tokens are rounded to, if any."""
+    """Returns the format that tokens are rounded to, if any."""
     return (_ACTIVATIONS[plan.activation_dtype],) if plan.activation_dtype in _ACTIVATIONS else ()
 
 
@@ -112,7 +112,7 @@ PLAN_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(plan: LinearPlan) -> dict[str, Any]:
-    """The traits of a plan.
+    """Returns the traits of a plan.
 
     Each feature beyond a plain GEMM has its own trait. A kernel that does not declare the trait of a requested feature is not
     eligible. A kernel for few tokens declares ``max_tokens``. So it is not eligible for a plan without a bound, where
@@ -130,7 +130,7 @@ def traits_of(plan: LinearPlan) -> dict[str, Any]:
 
 
 def check_plan(check: Checker, plan: LinearPlan, prefix: str = "") -> None:
-    """Raises TypeError or ValueError for an inconsistent plan. Messages put ``prefix`` before the fields' names."""
+    """Raises TypeError or ValueError for an inconsistent plan. Error messages put ``prefix`` before the fields' names."""
     check_fields(check, plan, prefix)
     for name in ("in_features", "out_features"):
         check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))

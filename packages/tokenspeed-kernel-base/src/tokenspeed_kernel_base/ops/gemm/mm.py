@@ -66,13 +66,13 @@ def mm(
     - weight-only: a dense float16 or bfloat16 without a scale, b in any scaled format. With nvfp4, alpha is b's global scale.
 
     e8m0 scales are uint8 or float8_e8m0fnu. Scales of mxfp8, mxfp4 and nvfp4 may lie in 128x4 tiles, as written by
-    `swizzle_scales` and by the quantising operators with ``scale_layout="128x4"``. Each operand may choose its scale layout
-    independently. With s = 32 (nvfp4: 16), a_scale is ``[ceil(m/128), ceil(k/(4*s)), 32, 4, 4]`` and b_scale
-    ``[ceil(n/128), ceil(k/(4*s)), 32, 4, 4]``, which is not transposed. The padding of the last tiles is ignored.
+    `swizzle_scales` and by the quantising operators with ``scale_layout="128x4"``. The scale layouts of a and b are independent.
+    With s = 32 (nvfp4: 16), a_scale is ``[ceil(m/128), ceil(k/(4*s)), 32, 4, 4]`` and b_scale ``[ceil(n/128), ceil(k/(4*s)), 32, 4,
+    4]``, which is not transposed. The padding of the last tiles is ignored.
 
-    A one-dimensional scale is per tensor, a two-dimensional scale never is: with ``m = 1``, a_scale ``[1]`` is per tensor and
-    ``[1, 1]`` per token. A shape may match several formats; all of these have the same meaning. The call then counts as the first
-    of them above that is valid with the other operand's scale.
+    A one-dimensional scale is per tensor. A two-dimensional scale is never per tensor: with ``m = 1``, a_scale ``[1]`` is per
+    tensor and ``[1, 1]`` per token. If a scale's shape matches several of these formats, all of them have the same meaning. The
+    call then counts as the first of them, in the order above, that is valid with the other operand's scale.
 
     Operands are dequantised to float32 and accumulated in float32. The accumulator is multiplied by alpha, bias is added, and the
     result is rounded once. With float64 operands all arithmetic is float64. With ``k = 0`` the dot products are 0. Kernels that
@@ -81,10 +81,11 @@ def mm(
     Args:
         a: ``[m, k]``, or ``[m, k/2]`` in mxfp4 and nvfp4.
         b: ``[k, n]``, or ``[k/2, n]`` in mxfp4 and nvfp4.
-        a_scale: see above.
-        b_scale: see above.
+        a_scale: the scale of a, see above; None if a is dense.
+        b_scale: the scale of b, see above; None if b is dense.
         bias: ``[n]``, of the result's dtype or float32.
-        out_dtype: float16, bfloat16 or float32, for float64 operands float64. a's dtype if a is dense, else bfloat16.
+        out_dtype: float16, bfloat16 or float32; for float64 operands float64. The default is a's dtype if a is dense, else
+            bfloat16.
         alpha: float32 ``[]`` or ``[1]``, multiplies the result. Required if an operand is nvfp4, otherwise not allowed.
         out: receives the result; must not share memory with an input.
 

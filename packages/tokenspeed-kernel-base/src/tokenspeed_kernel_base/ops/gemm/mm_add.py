@@ -27,8 +27,8 @@ from tokenspeed_kernel_base.ops.gemm.mm import mm
 def mm_add(a: Tensor, b: Tensor, residual: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """GEMM with residual: ``a @ b + bias + residual``, a projection back into the residual stream.
 
-    Composed of `mm` and an addition: ``a @ b + bias`` is rounded to a's dtype, then the sum is rounded. A fused kernel may round
-    once.
+    The operator is a composition of `mm` and an addition: ``a @ b + bias`` is rounded to a's dtype, then the sum is rounded. A
+    fused kernel may round only once.
 
     Args:
         a: float16, bfloat16, float32 or float64 ``[m, k]``.

@@ -52,7 +52,8 @@ from tokenspeed_kernel_base.signature import (
 from tokenspeed_kernel_base.variation import Variation, Want
 
 E4M3 = torch.float8_e4m3fn
-# By the scale's dtype: number of elements along k that share a scale of an fp8 operand. Blocks of 32 with e8m0 scales are mxfp8.
+# By the dtype of an fp8 operand's scale: how many elements along k may share a scale. Blocks of 32 with e8m0 scales are mxfp8, not
+# fp8.
 FP8_BLOCKS = {torch.float32: (BLOCK_FP8, 64, 32), torch.uint8: (BLOCK_FP8, 64), torch.int32: (BLOCK_FP8,)}
 
 FORMAT_NAMES = ("dense", "fp8", "mxfp8", "mxfp4", "nvfp4")
@@ -65,7 +66,7 @@ _PAIRS = (
 
 
 def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> FormatSignature:
-    """The formats of both operands, under the roles ``a`` and ``b``.
+    """Returns the formats of both operands, under the roles ``a`` and ``b``.
 
     ======  ======================  =======  ==================================================================================
     format  operand                 scale    scale's shape
@@ -83,7 +84,7 @@ def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_sc
     ======  ======================  =======  ==================================================================================
 
     e8m0 scales are uint8 or float8_e8m0fnu. If a scale's shape fits several formats, all of these have the same meaning. The first
-    that is valid with the other operand is returned.
+    format that is valid with the other operand is returned.
 
     Raises:
         TypeError, ValueError: an operand fits no format, sizes disagree, or the pair of formats is invalid.
@@ -114,12 +115,12 @@ def check_alpha(check: Checker, signature: FormatSignature, alpha: Tensor | None
 
 
 def logical_k(a: Tensor) -> int:
-    """The k of the GEMM, in elements: from a valid operand ``a``, which may hold two elements in a byte."""
+    """Returns the k of the GEMM, in elements. ``a`` is a valid operand, which may hold two elements in a byte."""
     return _k("a", a)
 
 
 def default_out_dtype(a: Tensor) -> torch.dtype:
-    """a's dtype if it is dense, else bfloat16."""
+    """Returns a's dtype if a is dense, else bfloat16."""
     return a.dtype if a.dtype in FLOATS else torch.bfloat16
 
 
@@ -138,7 +139,7 @@ def decode_operands(operator: str, a: Tensor, b: Tensor, a_scale: Tensor | None,
 
 
 def vary_scales(variation: Variation, a: Tensor, b: Tensor, **scales: Tensor | None) -> dict[str, Tensor]:
-    """The changes that ``vary`` hooks make to ``a_scale`` and ``b_scale``.
+    """For ``vary`` hooks: returns the ``a_scale`` and ``b_scale`` that change.
 
     Packed int32 scales of captured calls get random exponents. The padding of tiles and of packed int32 elements is poisoned."""
     changed = {}
@@ -157,7 +158,7 @@ def vary_scales(variation: Variation, a: Tensor, b: Tensor, **scales: Tensor | N
 
 
 def _formats(check: Checker, role: str, operand: Tensor, scale: Tensor | None) -> list[TensorFormat]:
-    """The formats that match the operand and its scale, the preferred one first."""
+    """Returns the formats that match the operand and its scale, the preferred one first."""
     name = f"{role}_scale"
     if operand.dtype in FLOATS:
         if scale is not None:
@@ -203,7 +204,7 @@ def _fp8_formats(check: Checker, role: str, operand: Tensor, scale: Tensor) -> l
 
 
 def _packed_format(check: Checker, role: str, operand: Tensor, scale: Tensor) -> TensorFormat:
-    """The format of an operand with two e2m1 values in a byte."""
+    """Returns the format of an operand with two e2m1 values in a byte."""
     make, block = (nvfp4_format, BLOCK_NVFP4) if scale.dtype == E4M3 else (mxfp4_format, BLOCK_MX)
     k = _k(role, operand)
     if k % block:
@@ -222,7 +223,7 @@ def _packed_format(check: Checker, role: str, operand: Tensor, scale: Tensor) ->
 def _micro_shapes(
     role: str, operand: Tensor, make: Callable[[tuple[int, int], str], TensorFormat], block: int
 ) -> Iterator[tuple[TensorFormat, tuple[int, ...]]]:
-    """Formats and shapes of 1-byte scales for ``block`` elements along k: linear, and in 128x4 tiles."""
+    """Yields the format and shape of 1-byte scales for ``block`` elements along k, first linear, then in 128x4 tiles."""
     lead, lines, count = operand.shape[:-2], _lines(role, operand), _k(role, operand) // block
     block_shape, shape = ((1, block), (lines, count)) if role == "a" else ((block, 1), (count, lines))
     yield make(block_shape, "linear"), (*lead, *shape)
@@ -230,7 +231,7 @@ def _micro_shapes(
 
 
 def _shapes(known: list[tuple[TensorFormat, tuple[int, ...]]]) -> str:
-    """Describes formats with their shapes, each format once: ``shape [] or [1] (tensor), [2, 1] (token)``."""
+    """Describes formats and the shapes of their scales, each format once: ``shape [] or [1] (tensor), [2, 1] (token)``."""
     of: dict[str, list[str]] = {}
     for fmt, shape in known:
         assert fmt.scale is not None  # every format here has a scale
@@ -245,7 +246,7 @@ def _k(role: str, operand: Tensor) -> int:
 
 
 def _lines(role: str, operand: Tensor) -> int:
-    """The number of rows of a, or of columns of b."""
+    """Returns the number of rows of a, or of columns of b."""
     return operand.shape[-2 if role == "a" else -1]
 
 
@@ -262,7 +263,7 @@ def _go_together(a: TensorFormat, b: TensorFormat) -> bool:
 
 
 def _along_k(scale: ScaleFormat | None, axis: int) -> tuple[int, bool] | None:
-    """How many elements along k share a scale, and whether that scale is float32; None if all of k shares one scale."""
+    """Returns how many elements along k share a scale, and whether that scale is float32; None if all of k shares one scale."""
     if scale is None or scale.block_shape is None:
         return None
     return scale.block_shape[axis], scale.storage_dtype == torch.float32
@@ -287,7 +288,7 @@ def _decode(role: str, operand: Tensor, scale: Tensor | None, fmt: TensorFormat)
 
 
 def _fp8_scale(role: str, operand: Tensor, scale: Tensor) -> Tensor:
-    """An fp8 operand's scales in float32, one for each block."""
+    """Returns an fp8 operand's scales in float32, one for each block."""
     if scale.dtype == torch.float32:
         return scale
     if scale.dtype != torch.int32:

@@ -1,1 +1,1 @@
-"""The paged cache of keys and values."""
+"""Operators on the paged cache of keys and values."""

@@ -37,7 +37,7 @@ def compact_kv_cache(
     During tree verification, the cache holds all nodes of the draft tree as the last tokens of their sequence. Node i is at
     position ``cache_seqlens - nodes + i``. The path lists the accepted nodes. For all i below counts, the token of node ``path[i]``
     moves to the position of node i. The result is as if all tokens were read before any is written. The sequence then has
-    ``cache_seqlens - nodes + counts`` tokens; positions after them hold nothing meaningful. Everything else in the cache is
+    ``cache_seqlens - nodes + counts`` tokens; the content of later positions is unspecified. Everything else in the cache is
     unchanged. If the draft is a chain, nothing moves.
 
     Call the operator once for each layer. Keys stay valid without a new rotation, because RoPE used the depth of the node, which is
@@ -48,9 +48,9 @@ def compact_kv_cache(
             floats and uint8; bits are copied. Written to. May be strided.
         v_cache: the value cache, k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``; otherwise as k_cache. None if there
             are no values.
-        page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot
-            ``j % page_size``. Entries that cover none of the last ``nodes`` positions are not read. Sequences must not share
-            pages that hold their last ``nodes`` positions.
+        page_table: int32 ``[batch, max_pages]``: position j of sequence b is in slot ``j % page_size`` of page ``page_table[b, j //
+            page_size]``. Entries that cover none of the last ``nodes`` positions are not read. Sequences must not share pages that
+            hold their last ``nodes`` positions.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, all nodes included, at most
             ``max_pages * page_size``. Nothing moves in a sequence with fewer tokens than nodes, for example one that pads the
             batch.
@@ -87,7 +87,7 @@ def compact_kv_cache(
     from_page, to_page = pages.gather(1, old // page_size), pages.gather(1, new // page_size)
     for cache in (k_cache, v_cache):
         if cache is not None:
-            stored = cache.view(torch.uint8) if cache.dtype in FP8 else cache  # some backends index fp8 only as bytes
+            stored = cache.view(torch.uint8) if cache.dtype in FP8 else cache  # on some devices PyTorch indexes fp8 only as uint8
             stored[to_page, new % page_size] = stored[from_page, old % page_size]
 
 
@@ -126,7 +126,7 @@ def _(
 
 
 def _unread(k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, path: Tensor) -> Tensor:
-    """Which entries of the page table cover only positions before the last ``nodes`` positions."""
+    """Returns the mask of page table entries that cover only positions before the last ``nodes`` positions."""
     return hidden_pages(cache_seqlens, path.shape[1], 0, page_table.shape[1], k_cache.shape[1])
 
 
@@ -165,7 +165,8 @@ def _inputs(
     dtype: torch.dtype = torch.bfloat16,
     freed: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments. ``token``: the shape of a token's keys. ``freed``: page table entries for positions before the nodes are -1."""
+    """Draws the arguments. ``token``: the shape of a token's keys. With ``freed``, page table entries for positions before the
+    nodes are -1."""
 
     def make(draw: Draw) -> dict[str, Any]:
         page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, None)

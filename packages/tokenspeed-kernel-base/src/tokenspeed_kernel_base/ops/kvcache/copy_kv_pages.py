@@ -119,7 +119,7 @@ def _draw_pairs(draw: Draw, count: int, pages: int, source_pages: int | None) ->
 def _inputs(
     count: int, pages: int, page: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, source_pages: int | None = None
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments. ``page``: the shape of a page; ``source_pages``: the number of pages of a separate source cache."""
+    """Draws the arguments. ``page``: the shape of a page; ``source_pages``: the number of pages of a separate source cache."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = {"cache": draw.normal(pages, *page, dtype=dtype), **_draw_pairs(draw, count, pages, source_pages)}

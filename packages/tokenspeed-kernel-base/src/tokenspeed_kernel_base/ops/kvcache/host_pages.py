@@ -17,13 +17,13 @@ from tokenspeed_kernel_base.ops.kvcache.pages import check_cache
 class HostPages:
     """A pool of KV-cache pages in host memory, which is pinned if the cache is on a GPU.
 
-    A page index stands for that page in each of the given caches, for example the key and value caches of all layers.
+    A page index refers to the page with this index in every given cache, for example in the key and value caches of all layers.
     `tokenspeed_kernel.copy_kv_pages` gathers pages on the device into a small staging buffer. The object's own stream copies
     between this buffer and the host, with one copy for each run of neighbouring host pages.
 
-    `store` and `load` only launch work, in the order of the current stream. They run after earlier work of that stream, and before
-    its later work. A store blocks the current stream until the device has gathered the pages, a load until the pages have arrived.
-    Call ``load`` on a separate stream to overlap it with other work. Neither `store` nor `load` may be captured in a CUDA graph.
+    `store` and `load` only launch work. This work runs after the earlier work of the current stream, and before its later work. A
+    store blocks the current stream until the device has gathered the pages, a load until the pages have arrived. Call ``load`` on a
+    separate stream to overlap it with other work. Neither `store` nor `load` may be captured in a CUDA graph.
 
     Attributes:
         caches: the device's caches, in the order given.
@@ -154,7 +154,7 @@ class HostPages:
         return self._buffers[0]
 
     def _current_stream(self) -> Any:
-        """The caller's current stream; None without a GPU."""
+        """Returns the caller's current stream; None without a GPU."""
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device)
 
     def _on_own_stream(self) -> AbstractContextManager[object]:
@@ -204,7 +204,7 @@ class _Buffer:
             self._memory.record_stream(stream)
 
     def pages(self, count: int, cache: Tensor) -> Tensor:
-        """The first bytes of the buffer, viewed as pages of the cache's shape and dtype."""
+        """Returns the first bytes of the buffer, viewed as pages of the cache's shape and dtype."""
         size = count * cache.shape[1:].numel() * cache.element_size()
         return self._memory[:size].view(cache.dtype).view(count, *cache.shape[1:])
 

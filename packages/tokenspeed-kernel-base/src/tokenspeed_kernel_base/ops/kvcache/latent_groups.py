@@ -1,7 +1,7 @@
 """A paged cache of e4m3 latents with a float32 scale for each 128 elements, and unquantised rotary parts.
 
 The format is DeepSeek-V3.2's cache format, with 656 bytes for each token. The module holds the code that operators on such caches
-share, and `mla_cache_views`, which views pages of bytes as the three tensors of the cache.
+share. `mla_cache_views` views pages of bytes as the three tensors of a cache.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def check_latent_groups(
 ) -> None:
     """Checks a cache with a scale for each 128 elements of a latent, and rotary parts in the dtype of ``like``.
 
-    Call it when ``kv_lora_rank`` and ``rope_dim`` are bound, and kv_scale_cache or rope_cache is given."""
+    Call this function when ``kv_lora_rank`` and ``rope_dim`` are bound, and kv_scale_cache or rope_cache is given."""
     check.require(kv_scale_cache is not None, "kv_scale_cache", "a tensor, as rope_cache is given", None)
     check.require(rope_cache is not None, "rope_cache", "a tensor, as kv_scale_cache is given", None)
     check.require(kv_scale is None, "kv_scale", "None, as kv_scale_cache is given", kv_scale)

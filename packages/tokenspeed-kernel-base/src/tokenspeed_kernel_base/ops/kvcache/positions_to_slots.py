@@ -34,8 +34,8 @@ def positions_to_slots(
     ``slot = page_table[b, position // page_size] * page_size + position % page_size`` for a token of sequence b. The slot is -1
     if the position is negative, lies past the end of the page table, or its page table entry is negative.
 
-    With one position for each token, its own, the result is the ``slot_mapping`` of `store_kv_cache` and of the other operators
-    that write to the cache. With several positions per token, this operator converts the result of `top_k_indices` to the
+    If each token has one position, which is its own, the result is the ``slot_mapping`` of `store_kv_cache` and of the other
+    operators that write to the cache. With several positions per token, this operator converts the result of `top_k_indices` to the
     ``indices`` of `mla_sparse_with_kvcache`.
 
     Args:
@@ -115,7 +115,7 @@ def _inputs(
     q_lens: Sequence[int] | None = None,
     dtype: torch.dtype = torch.int32,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with positions from -1 to one page past the last page. A ``top_k`` of None: one position for each token."""
+    """Draws positions from -1 to one page past the last page. If ``top_k`` is None, each token has one position."""
     shape = (tokens,) if top_k is None else (tokens, top_k)
 
     def make(draw: Draw) -> dict[str, Any]:

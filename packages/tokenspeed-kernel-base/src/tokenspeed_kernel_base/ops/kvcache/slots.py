@@ -10,7 +10,7 @@ from tokenspeed_kernel_base.checks import FP8, INTS, Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import encode_fp8
 from tokenspeed_kernel_base.variation import Variation
 
-# Byte limit of each cache that is drawn for a captured call. A cache is larger if its tokens need more pages.
+# Largest size, in bytes, of a cache that is drawn for a captured call. A cache is larger only if its tokens need more pages.
 _REPLAYED_BYTES = 1 << 30
 
 
@@ -28,7 +28,7 @@ def store_slots(cache: Tensor, values: Tensor, slot_mapping: Tensor, scale: Tens
     if cache.dtype != values.dtype:
         wide = values.double() if values.dtype == torch.float64 else values.float()
         values = encode_fp8(wide if scale is None else wide / scale.reshape(-1, 1), cache.dtype)
-    if cache.dtype in FP8:  # some backends index fp8 only as bytes
+    if cache.dtype in FP8:  # on some devices PyTorch indexes fp8 only as uint8
         cache, values = cache.view(torch.uint8), values.view(torch.uint8)
     # Selecting the written tokens by a mask would synchronise with the device. Instead each skipped token repeats the write of
     # the first written token. If no token is written, all repeat the content of slot 0.
@@ -48,7 +48,7 @@ def store_latents(kv_cache: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping
 
 
 def padding_of(slot_mapping: Tensor) -> dict[str, list[int]]:
-    """For ``work`` hooks: the number of tokens that are not written."""
+    """For ``work`` hooks: returns the number of tokens that are not written."""
     return {"padding": [int((slot_mapping < 0).sum())]}
 
 
@@ -84,7 +84,7 @@ def check_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Checks shapes and dtypes of v, the caches, slots and scales. Call it after the check of k's shape."""
+    """Checks shapes and dtypes of v, the caches, slots and scales. Call this function after the check of k's shape."""
     check.tensor("v", v, "tokens kv_heads v_head_dim", k.dtype)
     check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", {k.dtype} | (FP8 if k.dtype not in FP8 else set()))
     check.require(check["page_size"] > 0, "k_cache", "of a page_size > 0", str(list(k_cache.shape)))
@@ -95,7 +95,7 @@ def check_write(
 
 
 def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> None:
-    """Checks the latent cache, the slots and the scale of a store. Call it after the checks of latent and k_rope."""
+    """Checks the latent cache, the slots and the scale of a store. Call this function after the checks of latent and k_rope."""
     check.require(check["kv_lora_rank"] > 0, "latent", "of a kv_lora_rank > 0", str(list(latent.shape)))
     check.bind("latent_dim", check["kv_lora_rank"] + check["rope_dim"], "latent and k_rope together")
     check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", {latent.dtype} | (FP8 if latent.dtype not in FP8 else set()))

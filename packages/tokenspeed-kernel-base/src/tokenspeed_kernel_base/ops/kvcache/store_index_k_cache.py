@@ -81,8 +81,8 @@ def store_index_k_cache(
 
 
 def _rounded_up(scale: Tensor) -> Tensor:
-    """The smallest power of two that is at least the scale. Scales must be normal numbers; infinities and NaN are unchanged, and
-    scales above 2^127 become infinity."""
+    """Returns the smallest power of two that is at least the scale. Scales must be normal numbers; infinities and NaN are
+    unchanged, and scales above 2^127 become infinity."""
     bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
     return torch.where(scale.isnan(), scale, bits.view(torch.float32))
 
@@ -124,7 +124,7 @@ def _inputs(
     padding: int = 0,
     slot_dtype: torch.dtype = torch.int64,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens of very different magnitudes at distinct random slots of a filled cache; the last ``padding`` tokens are not
+    """Draws tokens of very different magnitudes at distinct random slots of a filled cache. The last ``padding`` tokens are not
     written."""
 
     def make(draw: Draw) -> dict[str, Any]:

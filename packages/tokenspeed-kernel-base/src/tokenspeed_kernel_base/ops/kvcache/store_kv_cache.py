@@ -61,7 +61,8 @@ def store_kv_cache(
         v_cache: the value cache, k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``; otherwise as k_cache.
         slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct: if two
             tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host memory.
-        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only if k is converted to an 8-bit float.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Allowed only if k is converted to an 8-bit
+            float.
         v_scale: the scale of v, like k_scale.
 
     Raises:
@@ -138,9 +139,9 @@ def _inputs(
     slot_dtype: torch.dtype = torch.int64,
     fused: bool = True,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at distinct random slots of a filled cache; the last ``padding`` tokens are not written.
+    """Draws tokens at distinct random slots of a filled cache. The last ``padding`` tokens are not written.
 
-    ``fused``: k and v are slices of one tensor, as after a fused projection.
+    With ``fused``, k and v are slices of one tensor, as after a fused projection.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def _inputs(
             "slot_mapping": slots,
         }
         if scale_shape is not None:
-            arguments["k_scale"] = draw.uniform(*scale_shape, low=0.001, high=0.1)  # so small that some values saturate
+            arguments["k_scale"] = draw.uniform(*scale_shape, low=0.001, high=0.1)  # scales this small make some values saturate
             arguments["v_scale"] = draw.uniform(*scale_shape, low=0.01, high=2.0)
         return arguments
 

@@ -184,16 +184,16 @@ def _inputs(
     slot_dtype: torch.dtype = torch.int64,
     fused: bool = True,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at distinct random slots of a filled cache; the last ``padding`` tokens are not written.
+    """Draws tokens at distinct random slots of a filled cache. The last ``padding`` tokens are not written.
 
-    ``fused``: both parts are slices of one tensor, as after the model's projection.
+    With ``fused``, both parts are slices of one tensor, as after the model's projection.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = _tokens(draw, tokens, pages * page_size, kv_lora_rank, rope_dim, dtype, padding, slot_dtype, fused)
         arguments["kv_cache"] = draw.normal(pages, page_size, kv_lora_rank + rope_dim, dtype=cache_dtype or dtype)
         if scaled:
-            arguments["kv_scale"] = draw.uniform(low=0.001, high=0.01)  # so small that some values saturate
+            arguments["kv_scale"] = draw.uniform(low=0.001, high=0.01)  # scales this small make some values saturate
         return arguments
 
     return make
@@ -212,10 +212,10 @@ def _groups(
     fused: bool = True,
     unusual: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments for a cache in pages of bytes. Groups of 128 elements of a latent have very different magnitudes, and so very
-    different scales.
+    """Draws arguments whose caches are views of pages of bytes. The groups of 128 elements of a latent have very different
+    magnitudes, and so very different scales.
 
-    ``unusual``: the first four tokens hold a NaN, an infinity, zeros, and subnormal numbers.
+    With ``unusual``, the first four tokens hold a NaN, an infinity, zeros, and subnormal numbers.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

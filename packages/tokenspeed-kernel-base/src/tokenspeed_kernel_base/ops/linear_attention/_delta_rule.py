@@ -15,11 +15,11 @@ from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_base.variation import Variation, Want
 
 L2NORM_EPS = 1e-6
-"""Added to the sum of squares of a query or key before the square root."""
+"""Added to the sum of squares of a query or key, before the square root is taken."""
 
 
 def scale_of(scale: float | None, k_dim: int) -> float:
-    """The scale of the outputs: the given one, or by default ``1 / sqrt(k_dim)``."""
+    """Returns the scale of the outputs: the given one, or by default ``1 / sqrt(k_dim)``."""
     return k_dim**-0.5 if scale is None else scale
 
 
@@ -84,7 +84,7 @@ TRAIT_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool) -> dict[str, object]:
-    """The traits that every call of the two operators requires of a kernel."""
+    """Returns the traits that every call of these two operators requires of a kernel."""
     return {
         "k_dim": q.shape[-1],
         "v_dim": v.shape[-1],
@@ -96,13 +96,14 @@ def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Te
 
 
 def intermediates_of(q: Tensor, g: Tensor) -> tuple[TensorFormat, ...]:
-    """The formats of the intermediates that chunked kernels round to q's dtype for MMAs.
+    """Returns the formats of the intermediates that chunked kernels round to q's dtype for MMAs.
 
     There are six intermediates: the state, the residual ``v - S.T @ k``, the inverse of a chunk's triangular system, the values
     written to the state, these values times their decays, and the attention weights of the outputs. With a gate for each channel
-    there are five more: keys and queries times their decays from the chunk's start, keys times their decays to the chunk's end, and
-    keys and queries times their mutual decays. No intermediate dominates the error. In bfloat16 the inverse, the attention weights
-    and both kinds of values each cause an error of 1.4e-3 to 1.7e-3 of the outputs, as does the rounding of the outputs themselves.
+    there are five more. Keys and queries are multiplied by their decays from the chunk's start, keys by their decays to the chunk's
+    end, and keys and queries by their mutual decays. No intermediate dominates the error. In bfloat16 the inverse, the attention
+    weights and both kinds of values each cause an error of 1.4e-3 to 1.7e-3 of the outputs, as does the rounding of the outputs
+    themselves.
     """
     return (dense_tensor_format(q.dtype),) * (6 if g.dim() < q.dim() else 11)
 
@@ -195,7 +196,7 @@ def captured_operands(variation: Variation, k: Tensor, g: Tensor, beta: Tensor, 
 
 
 def cost_of(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, moved: int) -> Cost:
-    """The cost of a call. ``moved``: bytes of the states that the call reads and writes.
+    """Returns the cost of a call. ``moved``: bytes of the states that the call reads and writes.
 
     For each token the state is decayed, multiplied by k and by q, and updated by an outer product."""
     flops = 7.0 * v.numel() * q.shape[-1]

@@ -49,7 +49,7 @@ def gated_delta_rule_decode(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Gated delta rule (GDN, KDA) for one or several new tokens of every request, on states in a cache.
+    """Applies the gated delta rule (GDN, KDA) to one or several new tokens of every request, with states in a cache.
 
     Each value head has a state ``S``, ``[k_dim, v_dim]``. Each token updates and reads the state::
 
@@ -59,8 +59,8 @@ def gated_delta_rule_decode(
 
     With one ``g`` per head and token the operator computes a gated delta network (Yang, Kautz & Hatamizadeh, 2024,
     arXiv:2412.06464; Qwen3-Next). With one ``g`` per key channel it computes Kimi Delta Attention (Kimi Team, 2025,
-    arXiv:2510.26692). Value head h uses query and key head ``h // (v_heads // heads)``. Arithmetic, state included, is float32
-    (float64 for a float64 q) from the first to the last new token of a call. Outputs are rounded to q's dtype once. States are
+    arXiv:2510.26692). Value head h uses query and key head ``h // (v_heads // heads)``. From the first to the last new token of a
+    call, the arithmetic and the state are float32 (float64 for a float64 q). Outputs are rounded to q's dtype once. States are
     rounded to the cache's dtype when they are written.
 
     The page "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots, the state after
@@ -78,13 +78,14 @@ def gated_delta_rule_decode(
             cache ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
             v_dim, a missing transpose cannot be detected.
         state_slots: int32 ``[batch]``, the slot from which each request's state is read. Negative: the state is zero and is not
-            written. Checked if it lies in host memory.
+            written. Values in host memory are checked.
         output_slots: int32 ``[batch, tokens]``, distinct slots to which the states after each token are written; a negative slot is
-            not written. None: the state after the last token is written to state_slots. Checked if state_slots and output_slots lie
-            in host memory.
+            not written. None: the state after the last token is written to state_slots. This is checked if state_slots and
+            output_slots lie in host memory.
         A_log: any float dtype ``[v_heads]``. With A_log, g and beta are the raw outputs of the layer's projections, and become
             ``-exp(A_log) * softplus(g + dt_bias)`` and ``sigmoid(beta)``.
-        dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Only with A_log.
+        dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Allowed only with
+            A_log.
         qk_l2norm: whether queries and keys are divided by ``sqrt(sum(x^2) + 1e-6)`` first.
         scale: multiplies the outputs; None is ``1 / sqrt(k_dim)``.
         out: receives the outputs. It must not overlap an input.
@@ -178,8 +179,8 @@ def _inputs(
     fused: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with states at random slots. ``outputs``: pass output_slots; some requests then read one slot and write to another
-    slot.
+    """Draws arguments with states at random slots. With ``outputs``, output_slots are passed, and some requests read one slot and
+    write to another.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

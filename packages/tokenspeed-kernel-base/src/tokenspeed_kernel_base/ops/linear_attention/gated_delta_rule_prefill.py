@@ -53,12 +53,13 @@ def gated_delta_rule_prefill(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Gated delta rule (GDN, KDA) over packed sequences, or over chunks of sequences that continue a state.
+    """Applies the gated delta rule (GDN, KDA) to packed sequences, or to chunks of sequences that continue a state.
 
-    Applies the recurrence of `gated_delta_rule_decode` to all tokens of each sequence, in order; see there for gates. The state
-    after the last token is written to the request's slot. Kernels process chunks of tokens (Yang, Wang, Zhang, Shen & Kim, 2024,
-    arXiv:2406.06484; with gates Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464, and Kimi Team, 2025, arXiv:2510.26692). Within a
-    chunk, the values that are written to the state solve a unit triangular system. MMA operands may be rounded to q's dtype.
+    Applies the recurrence of `gated_delta_rule_decode` to all tokens of each sequence, in order. The docstring of
+    `gated_delta_rule_decode` explains the gates. The state after the last token is written to the request's slot. Kernels process
+    chunks of tokens (Yang, Wang, Zhang, Shen & Kim, 2024, arXiv:2406.06484; with gates Yang, Kautz & Hatamizadeh, 2024,
+    arXiv:2412.06464, and Kimi Team, 2025, arXiv:2510.26692). The values that a chunk writes to the state solve a unit triangular
+    system. MMA operands may be rounded to q's dtype.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, k_dim]``. May be strided, like k, v, g and beta.
@@ -71,14 +72,15 @@ def gated_delta_rule_prefill(
             cache ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
             v_dim, a missing transpose cannot be detected.
         cu_seqlens: int32 ``[batch + 1]``, the offsets at which sequences begin, then the number of tokens: ``[0, 3, 3, 8]`` means
-            sequences of 3, 0 and 5 tokens. Non-decreasing, from 0 to tokens. Checked if it lies in host memory.
+            sequences of 3, 0 and 5 tokens. Non-decreasing, from 0 to tokens. Values in host memory are checked.
         state_slots: int32 ``[batch]``, distinct slots. A request's slot holds its initial state and receives the state after its
-            last token. Negative: the request starts from zeros, and its state is not written. Checked if it lies in host memory.
+            last token. Negative: the request starts from zeros, and its state is not written. Values in host memory are checked.
         has_initial_state: bool ``[batch]``, True for requests that start from the state in their slot. All other requests start
             from zeros. None: all requests start from zeros. A sequence without tokens writes its initial state to its slot.
         A_log: any float dtype ``[v_heads]``. With A_log, g and beta are the raw outputs of the layer's projections, and become
             ``-exp(A_log) * softplus(g + dt_bias)`` and ``sigmoid(beta)``.
-        dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Only with A_log.
+        dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Allowed only with
+            A_log.
         qk_l2norm: whether queries and keys are divided by ``sqrt(sum(x^2) + 1e-6)`` first.
         scale: multiplies the outputs; None is ``1 / sqrt(k_dim)``.
         out: receives the outputs. It must not overlap an input.
@@ -184,7 +186,7 @@ def _inputs(
     fused: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with states at random slots. ``initial``: some requests start from the state in their slot."""
+    """Draws arguments with states at random slots. With ``initial``, some requests start from the state in their slot."""
 
     def make(draw: Draw) -> dict[str, Any]:
         unit = not options.get("qk_l2norm", False)

@@ -75,9 +75,9 @@ def moe_apply(
     float8_e4m3fn with the static input scales of the weights object, saturating. ``"mxfp4"`` rounds both to mxfp4, as
     `quantize_mxfp4` does. ``"none"`` rounds neither, but see Exactness below. Everything else is float32 (float64 for float64
     tokens), including the sum over slots; the result is rounded to x's dtype once, at the end. Kernels may also round the result of
-    ``act`` and each slot's output to x's dtype. Each of these roundings has relative size eps and affects terms of a sum, so a
-    tolerance of a few eps of the largest output covers them. An activation may be rounded differently before a kernel quantises it.
-    Its quantised value may then be the neighbouring one. The tolerance is then that of the narrow format.
+    ``act`` and each slot's output to x's dtype. Each of these roundings changes a term of a sum by a relative error of at most eps.
+    So a tolerance of a few eps of the largest output covers these roundings. If a kernel rounds an activation differently before it
+    quantises the activation, the quantised value may be a neighbouring value. The tolerance is then that of the narrow format.
 
     Range. With float16 tokens, the result of ``act`` and the outputs of slots may exceed float16's maximum, 65,504. Kernels keep
     such values as float32, or as float16 with a power-of-two scale for each row. The float16 values have a relative error of at
@@ -88,11 +88,11 @@ def moe_apply(
     Exactness. With ``"none"`` a kernel may split each input of a projection into float8 terms. An element then has an error of at
     most 2^-21 of the largest magnitude in its row, where a row is a token of x or a slot of ``act``. Elements of at least 2^-13 of
     that magnitude are exact. A row counts as inexact if more than a quarter of its elements would be inexact, or more than a
-    quarter of the nonzero elements of 32 neighbours. The kernel then computes the row without these errors. The device decides this
-    in each call. So an element next to an outlier that is 2^21 times larger vanishes only if most of its neighbours do not vanish.
-    In a dot product, float8 MMAs may truncate the terms of 32 neighbours to 14 bits, counted from the largest term. `explain`
-    states the error bound of such kernels. With ``exact_activations`` no kernel has these errors: elements of 16 bits or more enter
-    the MMAs exactly.
+    quarter of the nonzero elements of 32 neighbours. The kernel computes inexact rows by another method, without these errors. The
+    device decides in each call which rows are inexact. So an element next to an outlier that is 2^21 times larger vanishes only if
+    most of its neighbours do not vanish. In a dot product, float8 MMAs may truncate the terms of 32 neighbouring elements to 14
+    bits, counted from the largest of these terms. `explain` states the error bound of such kernels. With ``exact_activations`` no
+    kernel has these errors: elements of 16 bits or more enter the MMAs exactly.
 
     Overflow. An intermediate beyond float32's range is infinite, and outputs that depend on it are infinite or NaN. Within that
     range, precision does not depend on magnitude. The order of summation is unspecified. With ``"fp8"`` and ``"fp8_static"`` a
@@ -156,7 +156,7 @@ def moe_apply(
 
 
 def _decoded(weights: MoEWeights, name: str, expert: int, weight_format: str, dtype: torch.dtype) -> Tensor:
-    """One expert's dequantised weight ``[out, in]`` of the projection ``name``."""
+    """Returns one expert's dequantised weight ``[out, in]`` of the projection ``name``."""
     weight: Tensor = getattr(weights, f"{name}_weight")[expert]
     scales: Tensor | None = getattr(weights, f"{name}_weight_scale")
     if scales is None:
@@ -265,8 +265,9 @@ def _(
 
 @moe_apply.prepare
 def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> MoEWeights:
-    """A preprocessor returns an object with the six attributes of `MoEWeights`; one derived from `Resource` may hold more. If the
-    returned object lacks input scales, this hook adds them. A preprocessor receives e8m0 scales as uint8.
+    """Prepares weights for the plan's kernel. The kernel's preprocessor receives e8m0 scales as uint8, and returns an object with
+    the six attributes of `MoEWeights`. An object derived from `Resource` may hold further tensors. If the returned object lacks
+    input scales, this hook adds the scales.
     """
     check_plan(preparation.check, plan, "plan.")
     return preparation.arranged(weights, plan, MoEWeights, check_canonical, with_byte_scales)
@@ -301,7 +302,7 @@ def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor,
 
 
 def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
-    """A static input scale, if the plan needs one. The scale saturates magnitudes above about 4."""
+    """Returns a static input scale, if the plan needs one. With this scale, magnitudes above about 4 saturate."""
     return draw.uniform(1, low=0.008, high=0.012) if plan.activation_dtype == "fp8_static" else None
 
 
@@ -319,7 +320,7 @@ def _inputs(
     outlier: float | None = None,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments of one layer.
+    """Draws the arguments of one layer.
 
     Args:
         of: number of experts of all ranks together; 0 means only this rank's experts. Experts of other ranks get negative ids.
@@ -330,7 +331,8 @@ def _inputs(
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        # All kernels get the same case with canonical weights. The runner of the case processes these weights for each kernel.
+        # All kernels get the same case, with canonical weights. The code that runs the case then prepares these weights for each
+        # kernel.
         fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_moe_apply"}
         plan = moe_apply.plan(experts, top_k, hidden, intermediate, **options, **fixed)
         w13, w13_scale, w13_global_scale = _weight(draw, plan, 2 * intermediate, hidden)
@@ -478,10 +480,10 @@ def _(variation: Variation, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, p
 
 
 def drawn_as(plan: MoEPlan) -> tuple[list[int], dict[str, Any]]:
-    """The sizes and options from which `_inputs` draws a layer for this plan."""
+    """Returns the sizes and options from which `_inputs` draws a layer for this plan."""
     options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     sizes = [options.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
-    for name in ("kernel", "weight_layout"):  # these fields depend on the kernel
+    for name in ("kernel", "weight_layout"):  # these fields follow from the kernel
         del options[name]
     return sizes, options
 

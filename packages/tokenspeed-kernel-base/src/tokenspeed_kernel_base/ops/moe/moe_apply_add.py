@@ -41,7 +41,8 @@ def moe_apply_add(
 ) -> Tensor:
     """Applies a mixture-of-experts layer and adds a residual: ``moe_apply(...) + residual``.
 
-    Composed of `moe_apply`, whose result is rounded to x's dtype, and an addition. A fused kernel may round only once.
+    The operator is a composition of `moe_apply` and an addition. The result of `moe_apply` is rounded to x's dtype. A fused kernel
+    may round only once.
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
@@ -109,7 +110,7 @@ def _(x: Tensor) -> Tensor:
 def _inputs_and_residual(
     tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:
-    """The arguments of `moe_apply`, and a residual."""
+    """Draws the arguments of `moe_apply`, and a residual."""
     layer = _inputs(tokens, experts, top_k, hidden, intermediate, **options)
 
     def make(draw: Draw) -> dict[str, Any]:

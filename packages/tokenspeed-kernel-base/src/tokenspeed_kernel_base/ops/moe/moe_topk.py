@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
-# Keeps the weights finite if all selected scores are zero; negligible next to any other sum.
+# Added to the sum of the selected scores. It keeps the weights finite if all selected scores are zero, and is negligible otherwise.
 _SMALLEST_SUM = 1e-20
 
 
@@ -107,7 +107,7 @@ def moe_topk(
             worth = grouped.topk(min(2, size), dim=-1).values.sum(-1)
         # Rank only the experts of the best groups. Masking the other experts with -inf would make them tie with eligible experts at
         # -inf.
-        eligible = _best(worth, top_groups).sort(-1).values  # ascending, so that among equals the lower expert id comes first
+        eligible = _best(worth, top_groups).sort(-1).values  # ascending, so that the lower of two equal experts comes first
         place = _best(grouped.gather(1, eligible.unsqueeze(-1).expand(-1, -1, size)).flatten(-2), top_k)
         ids = eligible.gather(-1, place // size) * size + place % size
     if not renormalize:
@@ -130,7 +130,7 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 def _best(values: Tensor, count: int) -> Tensor:
     # torch.topk does not define the order of equal values; a stable sort does. On a GPU, sort orders NaNs by their bits. So all
-    # NaNs are replaced by the same NaN.
+    # NaNs are first replaced by one NaN.
     alike = values.where(~values.isnan(), math.nan)
     return alike.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 

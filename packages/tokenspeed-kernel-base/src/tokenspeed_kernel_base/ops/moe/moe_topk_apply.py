@@ -50,7 +50,7 @@ def moe_topk_apply(
 ) -> Tensor:
     """Routes each token by the router's logits and applies the mixture-of-experts layer: `moe_topk`, then `moe_apply`.
 
-    Composed of these two operators. A fused kernel selects the same experts, because the selection is exact.
+    The operator is a composition of these two operators. A fused kernel selects the same experts, because the selection is exact.
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
@@ -150,13 +150,13 @@ def _inputs_and_logits(
     routing: dict[str, Any] | None = None,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """The arguments of `moe_apply`, and router logits of dtype ``logits_dtype``. ``routing``: options of `moe_topk`."""
+    """Draws the arguments of `moe_apply`, and router logits of dtype ``logits_dtype``. ``routing`` holds options of `moe_topk`."""
     layer = _inputs(tokens, experts, top_k, hidden, intermediate, **options)
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = {name: value for name, value in layer(draw).items() if not name.startswith("topk_")}
-        # Routing weights are as spread out as in the cases of `moe_apply`, so that errors of narrow activations average over
-        # slots.
+        # These logits spread the routing weights over the slots, as in the cases of `moe_apply`. So errors of narrow activations
+        # average over slots.
         return {**arguments, "logits": draw.normal(tokens, experts, dtype=logits_dtype), **(routing or {})}
 
     return make

@@ -33,7 +33,8 @@ _SCALED_FORMATS = {
 
 @dataclass(frozen=True)
 class MoEPlan:
-    """The computation of a mixture-of-experts layer and its kernel. Immutable and hashable.
+    """A plan: what a mixture-of-experts layer computes, and which kernel its weights are processed for. Plans are immutable and
+    hashable.
 
     `moe_apply.plan` makes a plan once for each layer, and takes attributes up to ``intermediate_size`` by position. ``dtype`` is
     float16, bfloat16, float32 or float64.
@@ -81,7 +82,7 @@ class MoEPlan:
         """
         if self.dtype != torch.float16:
             return False
-        if self.limit is None or self.alpha <= 0:  # gate or -gate is unbounded
+        if self.limit is None or self.alpha <= 0:  # gate * sigmoid(alpha * gate) is unbounded
             return True
         # The minimum of gate * sigmoid(alpha * gate) is -0.2785 / alpha.
         gate = max(self.limit, 0.2785 / self.alpha)
@@ -89,14 +90,14 @@ class MoEPlan:
 
 
 def signature_of(plan: MoEPlan) -> FormatSignature:
-    """The formats of tokens and weights; weights in a kernel's own layout keep the name of their original format."""
+    """Returns the formats of tokens and weights; weights in a kernel's own layout keep the name of their original format."""
     dense = dense_tensor_format(plan.dtype)
     weight = _SCALED_FORMATS.get(plan.weight_format, dense)
     return format_signature(x=dense, w13=weight, w2=weight)
 
 
 def intermediates_of(plan: MoEPlan) -> tuple[TensorFormat, ...]:
-    """The format that the inputs of both projections are rounded to, if any."""
+    """Returns the format that the inputs of both projections are rounded to, if any."""
     formats = {
         "fp8": fp8_format(torch.float8_e4m3fn, "token"),
         "fp8_static": fp8_format(torch.float8_e4m3fn, "tensor"),
@@ -118,7 +119,7 @@ PLAN_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(plan: MoEPlan) -> dict[str, Any]:
-    """The traits that a plan requires of a kernel.
+    """Returns the traits that a plan requires of a kernel.
 
     Each feature beyond the plain layer has its own flag, so a kernel that does not declare the flag is rejected."""
     return {
@@ -142,7 +143,7 @@ def traits_of(plan: MoEPlan) -> dict[str, Any]:
 
 
 def check_plan(check: Checker, plan: MoEPlan, prefix: str = "") -> None:
-    """Raises TypeError or ValueError for an inconsistent plan. Messages put ``prefix`` before the fields' names."""
+    """Raises TypeError or ValueError for an inconsistent plan. Error messages put ``prefix`` before the fields' names."""
     check_fields(check, plan, prefix)
     for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
         check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))

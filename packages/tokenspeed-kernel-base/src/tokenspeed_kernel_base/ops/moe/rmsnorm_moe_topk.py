@@ -49,9 +49,9 @@ def rmsnorm_moe_topk(
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
     """RMSNorm, router GEMM and top-k selection: returns the normalised tokens, routing weights and expert ids.
 
-    Composed of three operators. `rmsnorm` first adds the residual, if there is one. `mm` applies the router's weight and bias,
-    and rounds the logits to x's dtype. `moe_topk` selects the experts. A fused kernel rounds at the same points. The fused kernel
-    selects the same experts, unless another order of summation changes a rounding that decides the selection.
+    The operator is a composition of three operators. `rmsnorm` first adds the residual, if there is one. `mm` applies the router's
+    weight and bias, and rounds the logits to x's dtype. `moe_topk` selects the experts. A fused kernel rounds at the same points.
+    The fused kernel selects the same experts, unless another order of summation changes a rounding that decides the selection.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
@@ -59,8 +59,7 @@ def rmsnorm_moe_topk(
         router_weight: x's dtype ``[hidden, experts]``. A weight stored as ``[experts, hidden]`` is passed as ``weight.t()``.
         top_k: experts to select.
         eps: added to the mean square, > 0.
-        residual: x's shape and dtype, or float32 if x is float16 or bfloat16; ``[tokens, hidden]``. Added to x before the
-            normalisation.
+        residual: ``[tokens, hidden]`` of x's dtype, or of float32 if x is float16 or bfloat16. Added to x before the normalisation.
         router_bias: x's dtype ``[experts]``, added to the GEMM's result.
         scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; this and the following parameters are as in `moe_topk`.
         renormalize: whether the weights of a token are divided by their sum.
@@ -71,7 +70,7 @@ def rmsnorm_moe_topk(
         out: receives the normalised tokens.
         weights_out: receives the weights.
         ids_out: receives the ids.
-        residual_out: receives ``x + residual``; may be residual or x. Only with a residual.
+        residual_out: receives ``x + residual``; may be residual or x. Allowed only with a residual.
 
     Returns:
         The normalised tokens, like x; weights: float32 ``[tokens, top_k]``; ids: int32 ``[tokens, top_k]``, best first; with a

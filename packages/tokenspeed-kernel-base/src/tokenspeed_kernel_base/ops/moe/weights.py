@@ -70,7 +70,7 @@ class MoEWeights:
 
 
 def with_byte_scales(weights: MoEWeights) -> MoEWeights:
-    """The weights, with e8m0 scales viewed as uint8, as weight preprocessors expect them."""
+    """Returns the weights, with e8m0 scales viewed as uint8, as weight preprocessors expect them."""
     return replace(
         weights, w13_weight_scale=_byte_scales(weights.w13_weight_scale), w2_weight_scale=_byte_scales(weights.w2_weight_scale)
     )

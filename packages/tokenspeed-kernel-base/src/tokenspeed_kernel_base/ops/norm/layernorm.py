@@ -46,7 +46,7 @@ def layernorm(
         eps: added to the variance, > 0.
         residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16.
         out: receives the result; may be x or residual, but not the same tensor as ``residual_out``.
-        residual_out: receives the sum; may be residual or x, but not the same tensor as ``out``. Only with a residual.
+        residual_out: receives the sum; may be residual or x, but not the same tensor as ``out``. Allowed only with a residual.
 
     Returns:
         The normalised tensor, like x and contiguous; with a residual, ``(normalised, sum)``, the sum in the residual's dtype.
@@ -101,7 +101,7 @@ def _inputs(
     mean: float = 0.0,
     residual_dtype: torch.dtype | None = None,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments. ``parameters``: which of weight and bias to pass. ``mean``: the mean of x."""
+    """Draws the arguments. ``parameters`` says which of weight and bias to pass. ``mean`` is the mean of x."""
 
     def make(draw: Draw) -> dict[str, Any]:
         return {

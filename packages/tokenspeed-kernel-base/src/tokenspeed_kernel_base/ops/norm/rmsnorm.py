@@ -15,7 +15,8 @@ from tokenspeed_kernel_base.traits import TraitKind
 
 
 def rms_normalise(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """RMSNorm in float32 (float64 for float64 inputs), rounded to ``dtype`` once; the operators of this family share it."""
+    """Computes RMSNorm in float32 (float64 for float64 inputs), and rounds the result to ``dtype`` once. All operators of this
+    family use this function."""
     wide = x.double() if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
     return normed.to(dtype).contiguous()
@@ -25,7 +26,7 @@ RESIDUAL_KINDS: dict[str, TraitKind] = {"residual": bool, "wide_residual": bool}
 
 
 def residual_traits(x: Tensor, residual: Tensor | None) -> dict[str, object]:
-    """The traits of operators that add a residual before they normalise.
+    """Returns the traits that operators have if they add a residual before they normalise.
 
     A float32 residual for 16-bit x is a separate feature, ``wide_residual``."""
     return {"residual": residual is not None, "wide_residual": residual is not None and residual.dtype != x.dtype}
@@ -38,7 +39,7 @@ def check_residual(check: Checker, residual: Tensor | None, x: Tensor) -> None:
 
 
 def empty_outputs(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """The outputs' shapes and dtypes: the normalised tensor and, with a residual, the sum."""
+    """Returns uninitialised outputs: the normalised tensor and, with a residual, the sum."""
     normed = torch.empty_like(x, memory_format=torch.contiguous_format)
     return normed if residual is None else (normed, torch.empty_like(normed, dtype=residual.dtype))
 
@@ -72,7 +73,7 @@ def rmsnorm(
         eps: added to the mean square, > 0.
         residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16.
         out: receives the result; may be x or residual, but not the same tensor as ``residual_out``.
-        residual_out: receives the sum; may be residual or x, but not the same tensor as ``out``. Only with a residual.
+        residual_out: receives the sum; may be residual or x, but not the same tensor as ``out``. Allowed only with a residual.
 
     Returns:
         The normalised tensor, like x and contiguous; with a residual, ``(normalised, sum)``, the sum in the residual's dtype.

@@ -40,7 +40,7 @@ def rmsnorm_gated(
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
-        gate: like x. May be a strided slice of a fused projection.
+        gate: a tensor with dtype and shape like x. May be a strided slice of a fused projection.
         weight: float16, bfloat16, float32 or float64 ``[hidden]``.
         eps: added to the mean square, > 0.
         activation: ``"silu"``, which is ``gate * sigmoid(gate)``, or ``"sigmoid"``.
@@ -94,7 +94,7 @@ def _(x: Tensor) -> Tensor:
 def _inputs(
     *shape: int, dtype: torch.dtype = torch.bfloat16, fused: bool = False, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments. ``fused``: the gate is a strided slice of a wider tensor."""
+    """Draws the arguments. With ``fused``, the gate is a strided slice of a wider tensor."""
 
     def make(draw: Draw) -> dict[str, Any]:
         gate = draw.normal(shape[0], 2, *shape[1:], dtype=dtype)[:, 1] if fused else draw.normal(*shape, dtype=dtype)

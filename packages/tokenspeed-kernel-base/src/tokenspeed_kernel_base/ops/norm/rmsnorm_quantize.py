@@ -37,9 +37,9 @@ def rmsnorm_quantize(
     scale_out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """`quantize` of `rmsnorm`: a normalised row in the format that ``quantization`` names.
+    """Applies `rmsnorm`, then `quantize`: returns normalised rows in the format that ``quantization`` names.
 
-    The normalised row is rounded to x's dtype, and then quantised.
+    The normalised rows are rounded to x's dtype, and then quantised.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., hidden]``; hidden a multiple of 32 for mxfp8, of 16 for nvfp4.
@@ -50,14 +50,14 @@ def rmsnorm_quantize(
             normalisation.
         out: receives q.
         scale_out: receives the scales; must be None if ``quantization`` has an fp8 scale.
-        residual_out: receives the sum; may be the residual or x. Only with a residual.
+        residual_out: receives the sum; may be the residual or x. Allowed only with a residual.
 
     Returns:
-        q and scale as `quantize` returns them, q alone if ``quantization`` has an fp8 scale; with a residual, also the sum, like x
-        and contiguous.
+        q and scale as `quantize` returns them, or q alone if ``quantization`` has an fp8 scale. With a residual also the sum,
+        contiguous, in the residual's dtype.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above. Nothing has been launched.
+        TypeError, ValueError: an argument violates a requirement above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -92,7 +92,7 @@ def _inputs(
     residual_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: see `draw_quantization`."""
+    """Draws the arguments. `draw_quantization` explains ``options``."""
 
     def make(draw: Draw) -> dict[str, Any]:
         return {

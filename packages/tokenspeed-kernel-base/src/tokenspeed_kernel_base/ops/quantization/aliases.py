@@ -1,4 +1,5 @@
-"""Deprecated names of quantising operators. There was one operator per format; `Quantization` now selects the format."""
+"""Deprecated names of quantising operators. Earlier releases had one operator for each format. Now `Quantization` selects the
+format."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ ALIASES: dict[str, tuple[str, str]] = {
 
 
 def alias(name: str) -> Callable[..., Any]:
-    """The function that a deprecated name stands for; it calls the replacing operator."""
+    """Returns the function of a deprecated name. The function calls the replacing operator."""
     operator, kind = ALIASES[name]
     function = {op.operator.mode: op for op in (swiglu_quantize, rmsnorm_quantize, all_reduce_rmsnorm_quantize)}[operator]
     fixed = _PLAIN if name.startswith("silu_and_mul") else {}

@@ -1,4 +1,5 @@
-"""Hooks of operators that quantise another operator's result. They combine the other operator's hooks with those of `quantize`."""
+"""Hooks of operators that quantise another operator's result. These hooks combine the other operator's hooks with those of
+`quantize`."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ _BLOCKS = {"mxfp8": BLOCK_MX, "nvfp4": BLOCK_NVFP4}
 
 
 def traits_with_quantize(first: Any) -> dict[str, TraitKind]:
-    """The traits of an operator that uses the hooks `Quantised` for ``first``."""
+    """Returns the traits that an operator declares if its hooks are those of `Quantised` for ``first``."""
     return {**quantize.operator.traits, **first.operator.traits}
 
 
 class Quantised:
     """The hooks of an operator that quantises the first output of another operator.
 
-    The composed operator's first outputs are those of `quantize`. If there is a residual, its sum with x, from ``first``, follows.
+    The composed operator's first outputs are those of `quantize`. If there is a residual, the sum of x and the residual, from
+    ``first``, follows.
 
     Args:
         first: the operator whose first output is quantised. Its input is x.
@@ -50,7 +52,7 @@ class Quantised:
         self._first, self._gated = first.operator, gated
 
     def traits(self, **arguments: Any) -> dict[str, object]:
-        """The traits of ``first`` and of `quantize`."""
+        """Returns the traits of ``first`` and of `quantize`."""
         return {**self._of_quantize("traits", arguments), **self._first.run_hook("traits", arguments)}
 
     def check(self, check: Checker, **arguments: Any) -> None:
@@ -65,24 +67,25 @@ class Quantised:
         self._of_quantize("check", arguments, check)
 
     def fake(self, **arguments: Any) -> Any:
-        """The outputs of `quantize`, then the further outputs of ``first``."""
+        """Returns the outputs of `quantize`, then the further outputs of ``first``."""
         made, *others = lowering.as_list(self._first.run_hook("fake", arguments))
         quantised = quantize.operator.run_hook("fake", {"x": made, "quantization": arguments["quantization"]})
         return lowering.from_list([*lowering.as_list(quantised), *others])
 
     def outputs(self, **arguments: Any) -> list[str]:
-        """The names of the outputs that `fake` makes."""
+        """Returns the names of the outputs that `fake` makes."""
         return [*quantize.operator.outputs_of(arguments), *["residual_out"] * (arguments.get("residual") is not None)]
 
     def intermediates(self, **arguments: Any) -> tuple[TensorFormat, ...]:
-        """The format of the intermediate result: x's dtype, to which the result of ``first`` is rounded before it is quantised."""
+        """Returns the format of the intermediate result: x's dtype, to which the result of ``first`` is rounded before it is
+        quantised."""
         return (dense_tensor_format(arguments["x"].dtype),)
 
     def decoded(self, **arguments: Any) -> tuple[Any, ...]:
-        """The dequantised outputs of `quantize`, then the further outputs of ``first``.
+        """Returns the dequantised outputs of `quantize`, then the further outputs of ``first``.
 
-        With given or float32 scales, quantised values and scales are returned unchanged. A last-bit difference of the intermediate
-        result then changes a scale only slightly, and changes few quantised values."""
+        With given or float32 scales, quantised values and scales are returned as they are. A difference of the intermediate result
+        in the last bit then changes a scale only slightly, and changes few quantised values."""
         others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
         quantization: Quantization = arguments["quantization"]
         codes, scale, kind = arguments["out"], arguments["scale_out"], kind_of(quantization)
@@ -99,12 +102,12 @@ class Quantised:
         return Decoded(decode_nvfp4(codes, scale, quantization.scale), nvfp4_format()), *others
 
     def cost(self, **arguments: Any) -> Cost:
-        """The cost of ``first`` and of `quantize`, minus writing and reading the intermediate result."""
+        """Returns the cost of ``first`` and of `quantize`, minus writing and reading the intermediate result."""
         one, other = self._first.run_hook("cost", arguments), self._of_quantize("cost", arguments)
         return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(self._between(arguments)))
 
     def vary(self, variation: Variation, **arguments: Any) -> dict[str, Any]:
-        """The arguments that the ``vary`` hooks of ``first`` and of the quantisation replace."""
+        """Returns the arguments that the ``vary`` hooks of ``first`` and of `quantize` change."""
         changed = self._first.varied(arguments, variation)
         return {**changed, **vary_quantization(variation, arguments["quantization"])}
 
@@ -114,6 +117,6 @@ class Quantised:
         return quantize.operator.run_hook(hook, given, *leading)
 
     def _between(self, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """The intermediate result as a meta tensor."""
+        """Returns the intermediate result as a meta tensor."""
         described = {**arguments, "x": arguments["x"].to("meta")}
         return lowering.as_list(self._first.run_hook("fake", described))[0]

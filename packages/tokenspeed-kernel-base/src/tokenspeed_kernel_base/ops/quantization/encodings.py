@@ -13,8 +13,8 @@ e8m0      8     2^127                    a power of two, ``2^(byte - 127)``; 255
 Two e2m1 values share a byte: the lower nibble is the element with the lower index. Every conversion rounds to nearest, ties to
 even, and saturates.
 
-The mx formats follow "OCP Microscaling Formats (MX) Specification", version 1.0: `BLOCK_MX` consecutive elements of the last axis
-share one e8m0 scale, whose exponent is ``floor(log2(amax)) - emax``, where ``amax`` is the block's largest magnitude and ``emax``
+The mx formats follow "OCP Microscaling Formats (MX) Specification", version 1.0. `BLOCK_MX` consecutive elements of the last axis
+share one e8m0 scale, whose exponent is ``floor(log2(amax)) - emax``. Here ``amax`` is the block's largest magnitude, and ``emax``
 the exponent of the element format's largest power of two. The specification leaves two choices open. Here a block with a NaN or an
 infinity gets the scale 255 and zero elements, so the whole block dequantises to NaN. Exponents below -127 become -127, so that a
 block of zeros has the scale byte 0.
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BLOCK_FP8 = 128  # weights have blocks of this size along both axes
+BLOCK_FP8 = 128  # blocks of weights have this size along both axes
 BLOCK_MX = 32
 BLOCK_NVFP4 = 16
 TILE_ROWS, TILE_SCALES = 128, 4  # a 128x4 tile of scales: rows of the tensor, and scales of each row
@@ -48,8 +48,8 @@ _E8M0_NAN = 255
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """``x / divisor``, correctly rounded. The divisor must be a tensor, because PyTorch on a GPU multiplies by the reciprocal of a
-    Python number.
+    """Returns ``x / divisor``, correctly rounded. The divisor must be a tensor, because PyTorch on a GPU multiplies by the
+    reciprocal of a Python number.
     """
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
@@ -147,13 +147,13 @@ def encode_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_nvfp4(packed: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The inverse of `encode_nvfp4`: ``q * (block_scale * global_scale)`` in float32, then rounded to ``dtype``."""
+    """Inverts `encode_nvfp4`: computes ``q * (block_scale * global_scale)`` in float32, and rounds the result to ``dtype``."""
     step = block_scale.float() * global_scale.reshape(())
     return _scale_blocks(decode_e2m1(packed), step, BLOCK_NVFP4).to(dtype)
 
 
 def decode_fp8(q: Tensor, scale: Tensor, block_shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Dequantises an 8-bit float ``[...]``: multiplied by float32 block scales in float32, then rounded to ``dtype``.
+    """Dequantises an 8-bit float ``[...]``: multiplies it by float32 block scales in float32, and rounds the result to ``dtype``.
 
     ``block_shape`` is the block's size along the trailing axes, in elements: with ``(128, 128)``, q ``[..., n, k]`` has scale
     ``[..., ceil(n/128), ceil(k/128)]``.
@@ -189,7 +189,7 @@ def in_layout(scale: Tensor, scale_layout: str) -> Tensor:
 
 
 def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of `swizzle`: contiguous scales ``[..., rows, columns]``."""
+    """Inverts `swizzle`: returns contiguous scales ``[..., rows, columns]``."""
     *lead, tiles_down, tiles_across, _, _, _ = scale.shape
     at = len(lead)
     order = (*range(at), at, at + 3, at + 2, at + 1, at + 4)
@@ -199,14 +199,14 @@ def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def poison_padding(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """A copy of scales in 128x4 tiles whose padding is 0xff, which is NaN both as e4m3fn and as e8m0."""
+    """Returns a copy of scales in 128x4 tiles whose padding is 0xff, which is NaN both as e4m3fn and as e8m0."""
     held = swizzle(torch.ones(rows, columns, dtype=torch.uint8, device=scale.device)).expand(scale.shape)
     made = scale.contiguous().view(torch.uint8)
     return torch.where(held != 0, made, 255).view(scale.dtype)
 
 
 def poison_packed(packed: Tensor, count: int, axis: int = -1) -> Tensor:
-    """A copy of packed e8m0 scales, four in an int32 along an axis. Bytes past the first ``count`` are 255 (NaN)."""
+    """Returns a copy of packed e8m0 scales, four in an int32 along an axis. Bytes past the first ``count`` are 255 (NaN)."""
     made = packed.clone()
     unused = -count % 4
     if unused and made.shape[axis]:
@@ -222,7 +222,7 @@ def pack_e8m0(exponents: Tensor) -> Tensor:
 
 
 def unpack_e8m0(packed: Tensor, count: int) -> Tensor:
-    """The inverse of `pack_e8m0`: int32 ``[..., ceil(count/4)]``, the lowest byte first, to uint8 ``[..., count]``."""
+    """Inverts `pack_e8m0`: unpacks int32 ``[..., ceil(count/4)]``, the lowest byte first, into uint8 ``[..., count]``."""
     bytes_ = [(packed >> shift) & 0xFF for shift in (0, 8, 16, 24)]
     return torch.stack(bytes_, dim=-1).flatten(-2).narrow(-1, 0, count).to(torch.uint8)
 
@@ -233,10 +233,11 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def e8m0_of(amax: Tensor, emax: int, largest: float | None = None) -> Tensor:
-    """The e8m0 scales, int32, of blocks whose largest magnitudes are ``amax``, float32; the module's docstring gives the formula.
+    """Returns the e8m0 scales, int32, of blocks whose largest magnitudes are ``amax``, float32; the module's docstring gives the
+    formula.
 
-    ``emax`` is the exponent of the element format's largest power of two. ``largest`` is the format's largest value. If given,
-    scales are rounded up so that no scaled element exceeds it.
+    ``emax`` is the exponent of the element format's largest power of two. ``largest`` is the format's largest value. If ``largest``
+    is given, scales are rounded up so that no scaled element exceeds ``largest``.
     """
     # A float32's exponent field is floor(log2) + 127. Subnormal numbers have exponent field 0, and get the smallest scale in any
     # case.
@@ -258,7 +259,7 @@ def over_e8m0(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def e8m0_of_fp8(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest e8m0 scales (int32) at which no element of a block saturates in ``dtype`` (e4m3fn or e5m2)."""
+    """Returns the smallest e8m0 scales (int32) at which no element of a block saturates in ``dtype`` (e4m3fn or e5m2)."""
     return e8m0_of(amax, _EMAX_FP8[dtype], FP8_MAX[dtype])
 
 

@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NV
 from tokenspeed_kernel_base.signature import SCALE_LAYOUTS, ScaleFormat, TensorFormat, dtype_names, tensor_format
 
 E8M0 = frozenset({torch.uint8}) | {dtype for dtype in (getattr(torch, "float8_e8m0fnu", None),) if dtype is not None}
-"""Dtypes of e8m0 scales, 1 byte each: uint8 and float8_e8m0fnu. PyTorch 2.6 has uint8 only."""
+"""Dtypes of e8m0 scales, 1 byte each: uint8 and float8_e8m0fnu. PyTorch 2.6 lacks float8_e8m0fnu."""
 
 SOURCE_DTYPE_NAMES = dtype_names(SOURCE_DTYPES)
 """Names of the dtypes that operators dequantise to."""
@@ -25,7 +25,7 @@ SOURCE_DTYPE_NAMES = dtype_names(SOURCE_DTYPES)
 def fp8_format(
     dtype: torch.dtype, granularity: str, block_shape: tuple[int, ...] | None = None, scale_dtype: torch.dtype = torch.float32
 ) -> TensorFormat:
-    """The format of an 8-bit float; granularity, block shape and dtype of the scales are those of `ScaleFormat`."""
+    """Returns the format of an 8-bit float. `ScaleFormat` explains the granularity, block shape and dtype of the scales."""
     return tensor_format("fp8", dtype, scale=ScaleFormat(scale_dtype, granularity, block_shape))
 
 
@@ -36,12 +36,12 @@ def mxfp8_format(
 
 
 def mxfp4_format(block_shape: tuple[int, ...] = (1, BLOCK_MX), layout: str = "linear") -> TensorFormat:
-    """The format with two e2m1 values in a byte; ``block_shape`` counts elements, not bytes."""
+    """Returns the format with two e2m1 values in a byte; ``block_shape`` counts elements, not bytes."""
     return tensor_format("mxfp4", torch.uint8, scale=ScaleFormat(torch.uint8, "block", block_shape, layout=layout))
 
 
 def nvfp4_format(block_shape: tuple[int, ...] = (1, BLOCK_NVFP4), layout: str = "linear") -> TensorFormat:
-    """Like `mxfp4_format`, with e4m3 scales. The float32 global scale is not part of the format."""
+    """Returns a format like that of `mxfp4_format`, with e4m3 scales. The float32 global scale is not part of the format."""
     return tensor_format("nvfp4", torch.uint8, scale=ScaleFormat(torch.float8_e4m3fn, "block", block_shape, layout=layout))
 
 
@@ -58,18 +58,18 @@ def check_scale_layout(check: Checker, x: Tensor, scale_layout: str) -> None:
 
 
 def block_scales_shape(x: Tensor, block: int, scale_layout: str) -> tuple[int, ...]:
-    """The shape of block scales along x's last axis."""
+    """Returns the shape of block scales along x's last axis."""
     *lead, k = x.shape
     return (*lead[:-1], *swizzled_shape(lead[-1], k // block)) if scale_layout == "128x4" else (*lead, k // block)
 
 
 def swizzled_shape(rows: int, columns: int) -> tuple[int, ...]:
-    """The shape of scales ``[rows, columns]`` in 128x4 tiles, see `swizzle_scales`."""
+    """Returns the shape of scales ``[rows, columns]`` in 128x4 tiles, see `swizzle_scales`."""
     return blocks(rows, TILE_ROWS), blocks(columns, TILE_SCALES), 32, 4, 4
 
 
 def blocks(size: int, block_size: int) -> int:
-    """How many blocks cover an axis; the last one may be partial."""
+    """Returns how many blocks cover an axis; the last one may be partial."""
     return (size + block_size - 1) // block_size
 
 
@@ -81,7 +81,7 @@ def bind_blocks(check: Checker, size: str, block_size: int) -> str:
 
 
 def scale_layouts(shape: Sequence[int], block_size: int, dtype: torch.dtype = torch.float32) -> dict[str, list[tuple[int, ...]]]:
-    """The shapes that scales of a tensor ``[..., m, k]`` may have, by layout.
+    """Returns the shapes that scales of a tensor ``[..., m, k]`` may have, by layout.
 
     ``dtype`` is the scales' dtype: float32; for block scales also e8m0, or int32, which packs four e8m0 scales.
 
@@ -107,5 +107,5 @@ def scale_layouts(shape: Sequence[int], block_size: int, dtype: torch.dtype = to
 
 
 def scale_layout(layouts: dict[str, list[tuple[int, ...]]], scale_shape: Sequence[int]) -> str | None:
-    """The layout that matches a scale's shape; None if no layout does."""
+    """Returns the layout that matches a scale's shape; None if no layout does."""
     return next((name for name, shapes in layouts.items() if tuple(scale_shape) in shapes), None)

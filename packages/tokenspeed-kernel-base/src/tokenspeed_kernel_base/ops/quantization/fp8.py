@@ -147,7 +147,7 @@ def _block_shape(granularity: str, block_size: int) -> tuple[int, ...]:
 
 
 def _largest(magnitude: Tensor, granularity: str, block_size: int) -> Tensor:
-    """The largest magnitude of each group that shares a scale; 0 for an empty group."""
+    """Returns the largest magnitude of each group that shares a scale; 0 for an empty group."""
     if not magnitude.numel():
         return magnitude.new_zeros(_scale_shape(tuple(magnitude.shape), granularity, block_size))
     if granularity == "tensor":
@@ -174,7 +174,7 @@ def _scale_shape(shape: tuple[int, ...], granularity: str, block_size: int) -> t
 
 
 def quantised_scale_shape(shape: tuple[int, ...], granularity: str, block_size: int, scale_dtype: torch.dtype) -> tuple[int, ...]:
-    """The shape of the scales that `quantize_fp8` returns for a tensor of this shape."""
+    """Returns the shape of the scales that `quantize_fp8` returns for a tensor of this shape."""
     *lead, columns = _scale_shape(shape, granularity, block_size)
     return (*lead, blocks(columns, 4) if scale_dtype == torch.int32 else columns)
 
@@ -411,7 +411,7 @@ def dequantize_fp8(
 ) -> Tensor:
     """Dequantises an 8-bit float: ``q * scale`` in float32, rounded to ``out_dtype``.
 
-    Inverse of `quantize_fp8` and `quantize_fp8_with_scale`.
+    This is the inverse of `quantize_fp8` and `quantize_fp8_with_scale`.
 
     Args:
         q: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz ``[..., k]``.
@@ -445,7 +445,7 @@ def dequantize_fp8(
 
 
 def _as_float(q: Tensor, scale: Tensor, block_size: int) -> Tensor:
-    """The scales in float32, one for each group of elements that share a scale."""
+    """Returns the scales in float32, one for each group of elements that share a scale."""
     if scale.dtype == torch.float32:
         return scale
     exponents = scale.view(torch.uint8) if scale.dtype in E8M0 else unpack_e8m0(scale, blocks(q.shape[-1], block_size))
@@ -515,7 +515,7 @@ def _powers(
     scale_dtype: torch.dtype = torch.int32,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with e8m0 scales for blocks of 32: a byte each, or four packed in an int32."""
+    """Draws arguments with e8m0 scales for blocks of 32: a byte for each scale, or four scales packed in an int32."""
 
     def make(draw: Draw) -> dict[str, Any]:
         each = 1 if scale_dtype == torch.uint8 else 4

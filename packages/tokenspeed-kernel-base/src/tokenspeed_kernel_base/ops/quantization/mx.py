@@ -228,8 +228,8 @@ def _quantisation_cases() -> list[Case]:
 
 
 def _about_the_largest(draw: Draw) -> dict[str, Any]:
-    """Draws blocks whose largest magnitudes, in ascending order, are those at which a rounded-up scale changes, and the
-    neighbouring float32 values.
+    """Draws blocks in ascending order of their largest magnitude. These magnitudes are the values at which a rounded-up scale
+    changes, and the neighbouring float32 values.
     """
     edges = 448.0 * 2.0 ** torch.arange(-140.0, 120.0, 7.0)  # the first ones are subnormal in float32
     wanted = torch.stack((edges.nextafter(edges * 0), edges, edges.nextafter(edges * 2))).flatten().to(draw.device)
@@ -393,7 +393,7 @@ def _(q: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 @recipe
 def _fp8_codes(*shape: int, to: torch.dtype = torch.bfloat16, low: int = 100, high: int = 150) -> Callable[[Draw], dict[str, Any]]:
-    """Random bytes as q, so that all 256 fp8 bit patterns occur, NaN included."""
+    """Draws random bytes as q, so that all 256 fp8 bit patterns occur, NaN included."""
 
     def make(draw: Draw) -> dict[str, Any]:
         q = draw.integers(0, 256, *shape, dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -175,7 +175,7 @@ def dequantize_nvfp4(
 ) -> Tensor:
     """Dequantises nvfp4: ``q * (scale * global_scale)``, both multiplications in float32, rounded to ``out_dtype``.
 
-    Inverse of `quantize_nvfp4`.
+    This is the inverse of `quantize_nvfp4`.
 
     Args:
         q: uint8 ``[..., k/2]``, two e2m1 values in a byte, the lower index in the lower nibble; k a multiple of 16.

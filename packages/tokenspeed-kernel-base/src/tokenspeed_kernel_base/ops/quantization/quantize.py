@@ -57,8 +57,8 @@ def quantize(
         q and scale, with the dtypes and shapes of the format's operator; q alone if ``quantization`` has an fp8 scale.
 
     Raises:
-        TypeError, ValueError: an argument violates a requirement above, or a requirement of the format's operator. Nothing has been
-            launched.
+        TypeError, ValueError: an argument violates a requirement above, or a requirement of the format's operator. Raised before
+            anything is launched.
 
     Example:
         >>> import torch
@@ -127,7 +127,7 @@ def _(x: Tensor, quantization: Quantization) -> Cost:
 
 
 def vary_quantization(variation: Variation, quantization: Quantization) -> dict[str, Any]:
-    """The ``vary`` hook of operators that quantise: for a captured call it draws the scale that the quantisation holds."""
+    """The ``vary`` hook of operators that quantise: draws the scale of the `Quantization` for a captured call."""
     scale = quantization.scale
     if variation.want is not Want.CAPTURED:
         return {}

@@ -36,8 +36,9 @@ def swizzle_scales(scale: Tensor, out: Tensor | None = None) -> Tensor:
         out[..., i // 128, j // 4, i % 32, i // 32 % 4, j % 4] = scale[..., i, j]
 
     The scale of row i and column j is element
-    ``((i // 128) * ceil(columns/4) + j // 4) * 512 + (i % 32) * 16 + (i // 32 % 4) * 4 + j % 4`` of a matrix. Some libraries give
-    the same memory the shape ``[128 * ceil(rows/128), 4 * ceil(columns/4)]``; ``view`` converts between the two shapes.
+    ``((i // 128) * ceil(columns/4) + j // 4) * 512 + (i % 32) * 16 + (i // 32 % 4) * 4 + j % 4`` of the memory of a matrix. Some
+    libraries give the same memory the shape ``[128 * ceil(rows/128), 4 * ceil(columns/4)]``; ``view`` converts between the two
+    shapes.
 
     Args:
         scale: uint8 or float8_e8m0fnu (e8m0), or float8_e4m3fn, ``[..., m, columns]``: a row's scales lie along the last axis.
@@ -72,7 +73,7 @@ def swizzle_scales(scale: Tensor, out: Tensor | None = None) -> Tensor:
     scales=("scale",),
 )
 def unswizzle_scales(scale: Tensor, rows: int, columns: int, out: Tensor | None = None) -> Tensor:
-    """The inverse of `swizzle_scales`: block scales in linear layout, without the padding.
+    """Inverts `swizzle_scales`: returns block scales in linear layout, without the padding.
 
     Args:
         scale: uint8, float8_e8m0fnu or float8_e4m3fn ``[..., tiles, tiles_across, 32, 4, 4]``.

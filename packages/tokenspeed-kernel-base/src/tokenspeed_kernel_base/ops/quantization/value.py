@@ -23,7 +23,8 @@ KINDS = ("fp8", WITH_SCALE, "mxfp8", "nvfp4")
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """The target of `quantize`, `rmsnorm_quantize`, `swiglu_quantize` and `all_reduce_rmsnorm_quantize`.
+    """The format, scales and layout to which `quantize`, `rmsnorm_quantize`, `swiglu_quantize` and `all_reduce_rmsnorm_quantize`
+    quantise.
 
     Make a `Quantization` with `fp8`, `fp8_with_scale`, `mxfp8` or `nvfp4`, once per layer, because constructing it costs host time.
     Operators accept any object with these attributes.
@@ -37,10 +38,10 @@ class Quantization:
         scale_dtype: float32; uint8 (e8m0) or int32 (four e8m0 packed) for fp8 in blocks; uint8 for mxfp8; float8_e4m3fn for nvfp4.
         scale_rounding: ``"nearest"``; for e8m0 scales ``"down"`` or ``"up"``.
         scale_layout: ``"linear"``; or ``"128x4"`` for scales of mxfp8 and nvfp4 in tiles, as `swizzle_scales` makes them.
-        scale: float32; the given scale of fp8, or the global scale of nvfp4. None otherwise. Never written to.
+        scale: float32; the given scale of fp8, or the global scale of nvfp4. None otherwise. Operators never write to it.
 
     Raises:
-        ValueError, TypeError: the attributes do not go together; the message names the wrong one.
+        ValueError, TypeError: the combination of attributes is invalid; the message names the wrong attribute.
 
     Example:
         >>> import torch
@@ -71,33 +72,36 @@ class Quantization:
         dtype: torch.dtype = torch.float8_e4m3fn,
         scale_dtype: torch.dtype = torch.float32,
     ) -> Quantization:
-        """8-bit floats; each scale is computed from the amax of the elements that share it. See `quantize_fp8`."""
+        """Returns a quantisation to 8-bit floats. Each scale is computed from the amax of the elements that share it. See
+        `quantize_fp8`."""
         rounding = "nearest" if scale_dtype == torch.float32 else "up"
         return cls("fp8", granularity, block_size, dtype, scale_dtype, rounding, "linear", None)
 
     @classmethod
     def fp8_with_scale(cls, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Quantization:
-        """8-bit floats with given scales, float32 ``[]``, ``[1]``, ``[..., 1]`` or ``[k]``; see `quantize_fp8_with_scale`."""
+        """Returns a quantisation to 8-bit floats with given scales, float32 ``[]``, ``[1]``, ``[..., 1]`` or ``[k]``; see
+        `quantize_fp8_with_scale`."""
         return cls("fp8", "given", 1, dtype, torch.float32, "nearest", "linear", scale)
 
     @classmethod
     def mxfp8(cls, scale_rounding: str = "down", scale_layout: str = "linear") -> Quantization:
-        """e4m3 elements in blocks of 32 with e8m0 scales; see `quantize_mxfp8`."""
+        """Returns a quantisation to e4m3 elements in blocks of 32 with e8m0 scales; see `quantize_mxfp8`."""
         return cls("mxfp8", "block", BLOCK_MX, torch.float8_e4m3fn, torch.uint8, scale_rounding, scale_layout, None)
 
     @classmethod
     def nvfp4(cls, global_scale: Tensor, scale_layout: str = "linear") -> Quantization:
-        """e2m1 elements in blocks of 16 with e4m3 scales and a global scale, float32 ``[]`` or ``[1]``; see `quantize_nvfp4`."""
+        """Returns a quantisation to e2m1 elements in blocks of 16 with e4m3 scales and a global scale, float32 ``[]`` or ``[1]``;
+        see `quantize_nvfp4`."""
         return cls("nvfp4", "block", BLOCK_NVFP4, torch.uint8, torch.float8_e4m3fn, "nearest", scale_layout, global_scale)
 
 
 def kind_of(quantization: Quantization) -> str:
-    """The member of `KINDS` that a quantisation belongs to. The operator ``quantize_<kind>`` implements it."""
+    """Returns the member of `KINDS` that a quantisation belongs to. The operator ``quantize_<kind>`` implements it."""
     return WITH_SCALE if quantization.format == "fp8" and quantization.scale is not None else quantization.format
 
 
 def options_of(quantization: Quantization) -> dict[str, Any]:
-    """The options that a quantisation passes to ``quantize_<kind>``, by name."""
+    """Returns the options that a quantisation passes to ``quantize_<kind>``, by name."""
     kind, scale = kind_of(quantization), quantization.scale
     if kind == WITH_SCALE:
         return {"scale": scale, "dtype": quantization.dtype}

@@ -66,7 +66,8 @@ def adjust_logits(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are checked if they
-            lie in host memory. Otherwise, if a row lists a token twice, the result for that token is unspecified.
+            lie in host memory. In device memory they are not checked: if a row lists a token twice, the result for that token is
+            unspecified.
 
     Example:
         >>> import torch

@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.operator import operator
 
 @operator("sampling", "argmax", formats=("logits",), traits={"vocab": int}, exact=True, varying=("rows",))
 def argmax(logits: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | None = None) -> Tensor:
-    """Greedy sampling: the token with the largest logit in each row; among equal logits, the first.
+    """Greedy sampling: returns the token with the largest logit of each row. Among equal logits, the first one wins.
 
     NaN ranks above every number, so a row with NaNs gives the index of its first NaN. A row of ``-inf`` gives 0. 0 and -0 are
     equal.

@@ -30,7 +30,7 @@ def argmax_with_value(
     values_out: Tensor | None = None,
     tokens_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row and its token, for one vocabulary shard. Among equal logits, the first one wins.
+    """Returns the largest logit of each row, and its token, for one vocabulary shard. Among equal logits, the first one wins.
 
     For a vocabulary that is sharded over devices, each device calls this operator with its logits and its first token.
     `merge_argmax` takes the stacked results of all devices. The order is that of `argmax`: NaN ranks above every number, 0 and -0

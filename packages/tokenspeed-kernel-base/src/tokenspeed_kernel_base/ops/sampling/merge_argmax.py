@@ -16,10 +16,10 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 @operator("sampling", "merge_argmax", formats=("values",), traits={"parts": int}, exact=True, varying=("rows",))
 def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | None = None) -> Tensor:
-    """Merges `argmax_with_value` results of vocabulary shards: the token of the largest value in each row.
+    """Merges `argmax_with_value` results of vocabulary shards: returns the token of the largest value of each row.
 
-    Among equal values, the smallest token wins. For the results of `argmax_with_value` for all shards, stacked in any order, the
-    result is that of `argmax` for all logits. NaN ranks above every number, 0 and -0 are equal.
+    Among equal values, the smallest token wins. If the inputs are the results for all shards, stacked in any order, the result is
+    that of `argmax` for all logits. NaN ranks above every number, 0 and -0 are equal.
 
     Args:
         values: float32 ``[parts, rows]``, parts > 0.

@@ -19,14 +19,15 @@ WORD = 0xFFFFFFFF
 
 
 def _multiply(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and low word of ``multiplier * word``, computed from 16-bit halves because the result does not fit into int64."""
+    """Returns the high and low word of ``multiplier * word``, computed from 16-bit halves because the result does not fit into
+    int64."""
     low_half = multiplier * (word & 0xFFFF)
     high_half = multiplier * (word >> 16) + (low_half >> 16)
     return high_half >> 16, (high_half & 0xFFFF) << 16 | (low_half & 0xFFFF)
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
-    """Philox4x32-10: the random words for a counter and a key.
+    """Returns the random words of Philox4x32-10 for a counter and a key.
 
     Args:
         counter: int64 ``[..., 4]`` words in 0 to 2^32 - 1, least significant first.
@@ -46,7 +47,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, offset: Tensor) -> Tensor:
-    """A uniform random number in [0, 1) for every seed and offset.
+    """Returns a uniform random number in [0, 1) for every seed and offset.
 
     The key is the seed's two words. The counter is the offset's two words, low word first, followed by two zero words. Negative
     numbers are in two's complement. The result is made of the upper 24 bits of the first random word: ``(word >> 8) * 2^-24``,
@@ -63,11 +64,10 @@ def uniform(seed: Tensor, offset: Tensor) -> Tensor:
 
 
 def uniform_of(seed: Tensor, offset: Tensor, draw: int | Tensor) -> Tensor:
-    """A uniform random number in [0, 1) for every seed, offset and draw, for positions that need several numbers.
+    """Returns a uniform random number in [0, 1) for every seed, offset and draw, for positions that need several numbers.
 
-    Like `uniform`, with two differences. The counter's third word is ``draw + 1``, so the random words differ from those of
-    `uniform`. The other difference is the precision. The result has 53 bits from the first two random words: ``(first >> 5) * 2^-27
-    + (second >> 6) * 2^-53``.
+    There are two differences from `uniform`. The counter's third word is ``draw + 1``, so the random words are others. And the
+    result has 53 bits, from the first two random words: ``(first >> 5) * 2^-27 + (second >> 6) * 2^-53``.
 
     Args:
         seed: int64 ``[...]``.

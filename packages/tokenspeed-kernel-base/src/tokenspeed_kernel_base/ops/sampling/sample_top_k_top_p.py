@@ -175,7 +175,7 @@ def request_inputs(
     min_p: float | None = None,
     out_dtype: torch.dtype = torch.int64,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with the same sampling settings in every row."""
+    """Draws arguments with the same sampling settings in every row."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -197,7 +197,7 @@ def request_inputs(
 
 @recipe
 def mixed_inputs(rows: int, vocab: int, dtype: torch.dtype, min_p: bool = False) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with different sampling settings in every row: greedy and random rows, and all combinations of filters."""
+    """Draws arguments whose rows have different sampling settings: greedy and random rows, and all combinations of filters."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = request_inputs(rows, vocab, dtype=dtype)(draw)

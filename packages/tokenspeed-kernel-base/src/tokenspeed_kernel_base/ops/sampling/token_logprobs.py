@@ -30,7 +30,7 @@ def token_logprobs(
     top_tokens_out: Tensor | None = None,
     lse_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities of one given token for each row, and of the row's ``top_k`` most probable tokens.
+    """Returns the log-probabilities of one given token for each row, and of the row's ``top_k`` most probable tokens.
 
     Let x be the row's logits divided by its temperature, and ``lse = log(sum(exp(x)))``. The log-probability of a token is
     ``x[token] - lse``. Tokens are ordered by descending logit, then by ascending token; NaN comes first. Logarithms are natural.
@@ -84,7 +84,7 @@ def token_logprobs(
     place = tokens.long() - first_token
     inside = (place >= 0) & (place < vocab)
     chosen = torch.where(inside, x.gather(1, torch.where(inside, place, 0).unsqueeze(1)).squeeze(1), -torch.inf)
-    # On a GPU, sort orders NaNs by their bits, including the sign. So all NaNs are replaced by the same NaN.
+    # On a GPU, sort orders NaNs by their bits, including the sign. So all NaNs are first replaced by one NaN.
     order = logits.where(~logits.isnan(), torch.nan).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     top = x.gather(1, order)
     if normalize:

@@ -35,12 +35,13 @@ def top_k_top_p_probs(
     min_p: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Token probabilities after temperature, min-p, top-k and top-p: the distribution that `sample_top_k_top_p` samples from.
+    """Returns token probabilities after temperature, min-p, top-k and top-p: the distribution that `sample_top_k_top_p` samples
+    from.
 
     A kept token of weight w has the probability ``w * (1 / S)``, where S is the sum of the weights of all kept tokens.
     `sample_top_k_top_p` defines the weights and the kept tokens. Both operations are float64; the result is rounded to float32.
-    All other tokens have probability 0. A row is greedy if its temperature is 0 or its largest logit is not finite. There, the
-    token of `argmax` has probability 1. So a row never holds NaN, and sums to 1 except for rounding.
+    All other tokens have probability 0. A row is greedy if its temperature is 0 or its largest logit is not finite. In a greedy
+    row, the token of `argmax` has probability 1. So a row never holds NaN, and sums to 1 except for rounding.
 
     This operator computes the target's and the draft model's probabilities for `verify_draft_probs`, with one row for each node.
     Apply penalties and biases first, with `adjust_logits`.
@@ -58,7 +59,7 @@ def top_k_top_p_probs(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are checked if the
-            tensors lie in host memory. Otherwise out-of-range values are treated as in `sample_top_k_top_p`.
+            tensors lie in host memory. In device memory, out-of-range values are treated as in `sample_top_k_top_p`.
 
     Example:
         Speculative sampling: two tokens are drawn from a draft model's distributions and verified by the target's logits of the
@@ -100,7 +101,7 @@ def _(logits: Tensor) -> Tensor:
 
 
 def _without_draw(make: Make, draw: Draw, most: int | None = None) -> dict[str, Any]:
-    """The first ``most`` rows of a `sample_top_k_top_p` case, without the arguments of the random draw."""
+    """Returns the first ``most`` rows of a `sample_top_k_top_p` case, without the arguments of the random draw."""
     return {name: value[:most] for name, value in make(draw).items() if name not in _OF_THE_DRAW}
 
 

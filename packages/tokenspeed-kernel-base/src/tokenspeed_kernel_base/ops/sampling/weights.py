@@ -36,14 +36,14 @@ BITS_OF_ROUNDER = 0x4B400000
 
 
 def scale_of(temperature: Tensor) -> Tensor:
-    """The factor that turns a logit distance into a power of 2: log2(e) / temperature, computed in float64, at most 3e38, as
-    float32.
+    """Returns the factor that turns a logit distance into a power of 2: log2(e) / temperature, computed in float64, at most 3e38,
+    as float32.
     """
     return (LOG2_E / temperature.double()).clamp(max=LARGEST_SCALE).float()
 
 
 def weights(distance: Tensor, scale: Tensor) -> Tensor:
-    """The integer weights ``floor(2^40 * 2^(distance * scale))``, with an error bound.
+    """Returns the integer weights ``floor(2^40 * 2^(distance * scale))``, with an error bound.
 
     The relative error is at most 2^-19, or the absolute error at most 3; the weight is exactly 2^40 for distance 0.
 
@@ -70,7 +70,8 @@ def weights(distance: Tensor, scale: Tensor) -> Tensor:
 
 
 def kept_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
-    """int64 ``[rows, vocab]``: the weights of the tokens that min-p, top-k and top-p keep in each row; 0 for all others.
+    """Returns int64 ``[rows, vocab]``: the weights of the tokens that min-p, top-k and top-p keep in each row, and 0 for all other
+    tokens.
 
     `sample_top_k_top_p` defines the weights and the kept tokens. A greedy row keeps only the first token with the largest logit.
     """

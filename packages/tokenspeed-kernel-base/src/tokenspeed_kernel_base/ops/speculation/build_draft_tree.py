@@ -134,8 +134,8 @@ def _(tokens: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _inputs(
     batch: int, branching: int, depth: int, nodes: int, dtype: torch.dtype = torch.int64
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Candidates as in EAGLE-2: ``branching`` continuations of the root, then of each of the best ``branching`` candidates of a
-    level."""
+    """Draws candidates as in EAGLE-2: ``branching`` continuations of the root, then of each of the best ``branching`` candidates of
+    a level."""
 
     def make(draw: Draw) -> dict[str, Any]:
         levels = [
@@ -162,8 +162,8 @@ def _inputs(
 
 
 def _odd_values(draw: Draw) -> dict[str, Any]:
-    """Candidates with ties, absent scores and odd parents: the candidate itself, a later candidate, or a candidate that is not
-    kept.
+    """Draws candidates with equal or absent scores, and with unusual parents: the candidate itself, a later candidate, or a
+    candidate that is not kept.
     """
     arguments = _inputs(16, 4, 4, 20)(draw)
     shape = arguments["scores"].shape

@@ -2,7 +2,7 @@
 
 The target model runs on ``nodes`` tokens of each sequence. Node 0 is the root: the last known token. Every other node i is a
 draft token, which continues node ``parents[i] < i``. A node is absent if its parent is outside 0 to i - 1, for example -1. So trees
-of a batch may have different sizes. Without ``parents`` the nodes form a chain, in which each node continues the preceding one.
+of a batch may have different sizes. Without ``parents``, the nodes form a chain, in which each node continues the preceding one.
 
 The target model's output for a node predicts the token after the node.
 """
@@ -17,14 +17,15 @@ from tokenspeed_kernel_base.checks import INTS, Checker
 
 
 def chain(batch: int, nodes: int, device: torch.device) -> Tensor:
-    """The parents of a chain: int32 ``[batch, nodes]``."""
+    """Returns the parents of a chain: int32 ``[batch, nodes]``."""
     return torch.arange(-1, nodes - 1, dtype=torch.int32, device=device).expand(batch, nodes)
 
 
 def tree_masks(parents: Tensor) -> Tensor:
-    """The masks of draft trees: each node sees itself and its ancestors. int64 ``[batch, nodes]``, bit j for node j.
+    """Returns the masks of draft trees, int64 ``[batch, nodes]``. Bit j of a node's mask is set for the node itself and for its
+    ancestors.
 
-    An absent node sees only itself. At most 64 nodes.
+    The mask of an absent node has only the node's own bit. A tree has at most 64 nodes.
     """
     batch, nodes = parents.shape
     masks = torch.empty(batch, nodes, dtype=torch.int64, device=parents.device)
@@ -38,7 +39,7 @@ def tree_masks(parents: Tensor) -> Tensor:
 
 
 def draw_parents(draw: Draw, batch: int, nodes: int) -> Tensor:
-    """Parents of random trees, int32 ``[batch, nodes]``; in every third tree, the last third of the nodes is absent."""
+    """Draws the parents of random trees, int32 ``[batch, nodes]``. In every third tree, the last third of the nodes is absent."""
     at = torch.arange(nodes, device=draw.device)
     parents = (draw.uniform(batch, nodes) * at).floor().int().clamp(min=0)
     parents = torch.minimum(parents, (at - 1).clamp(min=0).int())
@@ -50,7 +51,7 @@ def draw_parents(draw: Draw, batch: int, nodes: int) -> Tensor:
 def absent_nodes(draft_tokens: Tensor, parents: Tensor | None, vocab: int | None = None) -> dict[str, Tensor]:
     """For ``vary`` hooks: changes the tokens and parents of absent nodes and of the root, which are ignored.
 
-    vocab: if given, nodes whose token is at least ``vocab`` are also absent.
+    If ``vocab`` is given, nodes whose token is at least ``vocab`` are also absent.
     """
     nodes = draft_tokens.shape[1]
     at = torch.arange(nodes, device=draft_tokens.device)
@@ -71,7 +72,7 @@ def check_drafts(check: Checker, draft_tokens: Tensor, parents: Tensor | None) -
 
 
 def made_paths(draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised outputs of a verification: tokens, path, counts."""
+    """Returns uninitialised outputs of a verification: tokens, path, counts."""
     batch, nodes = draft_tokens.shape
     integers = draft_tokens.new_empty(batch, nodes, dtype=torch.int32)
     return draft_tokens.new_empty(batch, nodes), integers, integers.new_empty(batch)

@@ -59,11 +59,11 @@ def verify_draft_probs(
     Every backend draws the same tokens from the same inputs. The exact definition follows. In float64, ``r = max(a * p - b * q,
     0)``, with a = 1 and b = 0 at first. ``a * p``, ``b * q`` and the difference are each rounded, and a NaN or infinite result
     counts as 0. Before summation, each r is rounded to a multiple of 2^-40, ties to even. Child i is accepted if ``u * q(x) <
-    r(x)``, with u the random number i of `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i). At a rejection
-    1 is added to b. Before the next child is tried, a and b are divided by the sum of r over the vocabulary. The last token is the
-    first token at which the cumulative sum of r exceeds ``floor(u * S)``. u is the random number 0 and S the sum over the
-    vocabulary, both in multiples of 2^-40. A sum over the vocabulary can be 0; after a rejection, only rounding or NaN can cause
-    this. Then a and b are reset to 1 and 0. If S is still 0, the token is 0.
+    r(x)``, where u is the random number with index i of `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i).
+    At a rejection 1 is added to b. Before the next child is tried, a and b are divided by the sum of r over the vocabulary. The
+    last token is the first token at which the cumulative sum of r exceeds ``floor(u * S)``. Here u is the random number with index
+    0, and S is the sum of r over the vocabulary. r and S are counted in multiples of 2^-40. A sum over the vocabulary can be 0;
+    after a rejection, only rounding or NaN can cause this. Then a and b are reset to 1 and 0. If S is still 0, the token is 0.
 
     So NaN and infinity count as probability 0. A token with a NaN or infinite target probability is neither accepted nor drawn at
     that node. A token with a NaN or infinite draft probability is not accepted, and not drawn after a rejection. If all draft
@@ -126,7 +126,7 @@ def verify_draft_probs(
     rejected = torch.zeros_like(rows, dtype=torch.bool)
 
     def left() -> Tensor:
-        """The residual r of every sequence."""
+        """Returns the residual r of every sequence."""
         q = draft_probs[rows, node.clamp(max=max(inner - 1, 0))] if inner else torch.zeros_like(target_probs[:, 0])
         subtracted = b.unsqueeze(1) * torch.where(b.unsqueeze(1) > 0, q.double(), 0.0)
         r = a.unsqueeze(1) * target_probs[rows, node].double() - subtracted
@@ -158,7 +158,7 @@ def verify_draft_probs(
 
 
 def _fixed_point(r: Tensor) -> Tensor:
-    """The residual probabilities r as int64 multiples of 2^-40."""
+    """Returns the residual probabilities r as int64 multiples of 2^-40."""
     return (r * 2.0**PROBABILITY_BITS).round().long()
 
 
@@ -208,8 +208,8 @@ def _inputs(
     dtype: torch.dtype = torch.int64,
     restricted: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with a draft model whose probabilities are similar to the target's. ``restricted``: nine of ten tokens have a
-    target probability of 0.
+    """Draws arguments with a draft model whose probabilities are similar to the target's. With ``restricted``, nine of ten tokens
+    have a target probability of 0.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -236,13 +236,13 @@ def _inputs(
 
 
 def _equal(draw: Draw) -> dict[str, Any]:
-    """Arguments whose draft probabilities equal the target's, so every draft is accepted."""
+    """Draws arguments whose draft probabilities equal the target's, so every draft is accepted."""
     arguments = _inputs(8, 5, 100, tree=False)(draw)
     return {**arguments, "draft_probs": arguments["target_probs"].clone()}
 
 
 def _sure(draw: Draw) -> dict[str, Any]:
-    """Probabilities of 1 and 0, as with temperature 0, for target and drafts; half of the drafts are wrong."""
+    """Draws probabilities of 1 and 0, as with temperature 0, for target and drafts. Half of the drafts are wrong."""
     arguments = _inputs(32, 6, 4)(draw)
     eye = torch.eye(4, device=draw.device)
     arguments["target_probs"] = eye[draw.integers(0, 2, 32, 6)]
@@ -253,7 +253,7 @@ def _sure(draw: Draw) -> dict[str, Any]:
 
 
 def _nothing_left(draw: Draw) -> dict[str, Any]:
-    """Draft tokens that the target cannot emit. For all other tokens, the draft model's probabilities equal the target's."""
+    """Draws draft tokens that the target cannot emit. For all other tokens, the draft model's probabilities equal the target's."""
     arguments = _inputs(16, 5, 3000)(draw)
     arguments["target_probs"][..., 7] = 0
     arguments["draft_probs"] = arguments["target_probs"].clone()
@@ -263,7 +263,8 @@ def _nothing_left(draw: Draw) -> dict[str, Any]:
 
 
 def _not_finite(draw: Draw) -> dict[str, Any]:
-    """NaN and infinity among the probabilities, also of drafted tokens, and rows of NaN only: of one node, and of all nodes."""
+    """Draws probabilities with NaN and infinity among them, also those of drafted tokens. In some sequences, all probabilities of
+    one node or of all nodes are NaN."""
     arguments = _inputs(24, 5, 50, inner=4)(draw)
     target, drafts = arguments["target_probs"], arguments["draft_probs"]
     drafted = arguments["draft_tokens"][:, 1:2]

@@ -66,7 +66,7 @@ def verify_draft_tokens(
 
     Example:
         The root has children 1 and 2, and node 2 has child 3. The target emits 8 after the root, 9 after node 2, and 4 after node
-        3. Node 2 holds the 8 and node 3 the 9.
+        3. Node 2 holds token 8, and node 3 holds token 9.
 
         >>> import torch
         >>> from tokenspeed_kernel import verify_draft_tokens
@@ -113,7 +113,7 @@ verify_draft_tokens.fake(made_paths)
 def _inputs(
     batch: int, nodes: int, vocab: int = 3, tree: bool = True, dtype: torch.dtype = torch.int64
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with a small vocabulary, so that many drafts are right: about three quarters in a chain."""
+    """Draws arguments with a small vocabulary, so that many drafts are right: about three quarters in a chain."""
 
     def make(draw: Draw) -> dict[str, Any]:
         target = draw.integers(0, vocab, batch, nodes, dtype=dtype)
@@ -128,7 +128,7 @@ def _inputs(
 
 def _odd_values(draw: Draw) -> dict[str, Any]:
     arguments = _inputs(12, 9)(draw)
-    parents = draw.integers(-3, 12, 12, 9).int()  # many nodes continue themselves or later nodes: they are absent
+    parents = draw.integers(-3, 12, 12, 9).int()  # many nodes continue themselves or later nodes, so they are absent
     tokens = draw.integers(-2, 2, 12, 9)
     return {**arguments, "parents": parents, "draft_tokens": tokens, "target_tokens": draw.integers(-2, 2, 12, 9)}
 

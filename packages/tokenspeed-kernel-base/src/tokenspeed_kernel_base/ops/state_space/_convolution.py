@@ -16,7 +16,8 @@ WIDTHS = (2, 3, 4)
 
 
 def convolve(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None, activation: str | None, dtype: torch.dtype) -> Tensor:
-    """``activation(bias + sum over i of taps[i] * weight[:, i])``, in float32 (float64 for float64 inputs), rounded to dtype once.
+    """Returns ``activation(bias + sum over i of taps[i] * weight[:, i])``, computed in float32 (float64 for float64 inputs),
+    rounded to dtype once.
 
     Args:
         taps: ``[..., channels]`` each, the oldest inputs first.

@@ -20,7 +20,7 @@ Maker = Callable[[Draw], dict[str, Any]]
 def step_sizes(
     dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Step size of each head and decay factor of its state, each ``[..., heads]``."""
+    """Returns the step size of each head and the decay factor of its state, each ``[..., heads]``."""
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     if dt_softplus:
         step = torch.nn.functional.softplus(step)
@@ -103,13 +103,13 @@ def recurrence_traits(x: Tensor, B: Tensor, D: Tensor | None, z: Tensor | None, 
 
 
 def recurrence_flops(x: Tensor, B: Tensor) -> float:
-    """The FLOPs of the recurrence: decay of the state, outer product of x and B added to it, dot products with C."""
+    """Returns the FLOPs of the recurrence: decay of the state, outer product of x and B added to it, dot products with C."""
     return 5.0 * x.numel() * B.shape[-1]
 
 
 def intermediates_of(x: Tensor) -> tuple[TensorFormat, ...]:
-    """The formats of the three intermediates that kernels round to x's dtype for MMAs: the state, the token weights, and the
-    decayed inputs.
+    """Returns the formats of the three intermediates that kernels round to x's dtype for MMAs: the state, the token weights, and
+    the decayed inputs.
     """
     return (dense_tensor_format(x.dtype),) * 3
 
@@ -126,7 +126,7 @@ def draw_recurrence(
 ) -> dict[str, Any]:
     """Draws operands like those of trained models: mostly steps from 0.001 to 0.1, A from -16 to -1.
 
-    ``full``: with D, z, dt_bias, softplus and clamping; otherwise dt holds the final step sizes, in float32.
+    With ``full``, also draws D, z and dt_bias, and uses softplus and clamping. Otherwise dt holds the final step sizes, in float32.
     """
     made: dict[str, Any] = {
         "x": draw.normal(*leading, heads, head_dim, dtype=dtype),

@@ -45,11 +45,11 @@ def causal_conv1d_decode(
     output_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal 1-D convolution for one or several new tokens of each request, continuing from states in a cache.
+    """Computes a causal 1-D convolution for one or several new tokens of each request, which continues from states in a cache.
 
-    Continues `causal_conv1d_prefill`. The state of a request is its last ``width - 1`` inputs. The page "Calling operators"
-    states the rules for slots under "States of recurrent layers". With output_slots the state after each token is kept. So rejected
-    draft tokens need no recomputation.
+    The states are those that `causal_conv1d_prefill` stores. The state of a request is its last ``width - 1`` inputs. The page
+    "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots, the state after each token
+    is kept, so no state must be recomputed when draft tokens are rejected.
 
     Arithmetic is float32 (float64 for a float64 x); the result is rounded to x's dtype once.
 
@@ -152,8 +152,8 @@ def _inputs(
     activation: str | None = "silu",
     sliced: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments. ``kept``: pass output_slots. ``padding``: the number of requests, at the end of the batch, that have no slot.
-    ``sliced``: x is a slice of a wider tensor.
+    """Draws the arguments. With ``kept``, output_slots are passed. ``padding``: the number of requests, at the end of the batch,
+    that have no slot. With ``sliced``, x is a slice of a wider tensor.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

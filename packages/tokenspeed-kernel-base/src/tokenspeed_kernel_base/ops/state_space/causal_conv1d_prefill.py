@@ -46,7 +46,7 @@ def causal_conv1d_prefill(
     activation: str | None = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal depthwise 1-D convolution of packed sequences, which stores the final state of each sequence.
+    """Computes a causal depthwise 1-D convolution of packed sequences, and stores the final state of each sequence.
 
     Within each sequence, ``y[t, c] = activation(bias[c] + sum over i of weight[c, i] * x[t - (width - 1) + i, c])``. Mamba (Gu &
     Dao, 2023, arXiv:2312.00752) has this convolution in front of its state-space layers; gated delta networks use it too. The
@@ -60,7 +60,7 @@ def causal_conv1d_prefill(
         x: float16, bfloat16, float32 or float64 ``[tokens, channels]``. May be strided, for example a slice of a fused
             projection.
         weight: any of these dtypes ``[channels, width]``, width 2, 3 or 4; the last column is multiplied with the token itself.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens at the end. Non-decreasing, from 0
+        cu_seqlens: int32 ``[batch + 1]``, the offsets at which sequences begin, then the number of tokens. Non-decreasing, from 0
             to tokens.
         states: x's dtype or float32 ``[slots, width - 1, channels]``, the last inputs of a request, the oldest first. Written to.
             May be strided.
@@ -102,7 +102,8 @@ def causal_conv1d_prefill(
     starts, rows = cu_seqlens[:-1].long(), x if tokens else x.new_zeros(1, channels)
 
     def inputs(sequence: Tensor, place: Tensor) -> Tensor:
-        """The convolution's inputs at indices ``place`` of sequences; the first ``width - 1`` come from the initial state."""
+        """Returns the convolution's inputs at indices ``place`` of sequences; the first ``width - 1`` come from the initial
+        state."""
         given = rows[(starts[sequence] + place - (width - 1)).clamp(0, len(rows) - 1)]
         kept = initial[sequence, place.clamp(max=width - 2)]
         return torch.where((place < width - 1).unsqueeze(-1), kept, given)
@@ -163,10 +164,11 @@ def _inputs(
     activation: str | None = "silu",
     sliced: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments with sequences of these lengths.
+    """Draws arguments with sequences of these lengths.
 
-    ``initial``: True: some sequences start from states; False: has_initial_state is all False; None: has_initial_state is None.
-    ``padding``: the number of sequences, at the end of the batch, that have no slot. ``sliced``: x is a slice of a wider tensor.
+    ``initial``: True: some sequences start from states. False: has_initial_state is all False. None: has_initial_state is None.
+    ``padding``: the number of sequences, at the end of the batch, that have no slot. With ``sliced``, x is a slice of a wider
+    tensor.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

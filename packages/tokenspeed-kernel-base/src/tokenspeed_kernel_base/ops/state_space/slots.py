@@ -37,7 +37,7 @@ def read_initial_states(states: Tensor, state_slots: Tensor, has_initial_state: 
 
 
 def _started(state_slots: Tensor, has_initial_state: Tensor | None) -> Tensor:
-    """Which requests of a prefill start from the state in their slot."""
+    """Returns the mask of a prefill's requests that start from the state in their slot."""
     return torch.zeros_like(state_slots, dtype=torch.bool) if has_initial_state is None else (state_slots >= 0) & has_initial_state
 
 
@@ -66,7 +66,7 @@ def write_states(states: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def check_prefill_slots(check: Checker, cu_seqlens: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> None:
-    """Checks shapes and dtypes of a prefill's slots. Call it after the check of cu_seqlens."""
+    """Checks shapes and dtypes of a prefill's slots. Call this function after the check of cu_seqlens."""
     check.bind("batch", len(cu_seqlens) - 1, "cu_seqlens")
     check.tensor("state_slots", state_slots, "batch", torch.int32)
     check.tensor("has_initial_state", has_initial_state, "batch", torch.bool)
@@ -75,7 +75,7 @@ def check_prefill_slots(check: Checker, cu_seqlens: Tensor, state_slots: Tensor,
 def check_decode_slots(check: Checker, name: str, x: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> None:
     """Checks shapes and dtypes of a decode's slots, and that there are tokens.
 
-    Call it when ``batch`` and ``tokens`` are bound, the first sizes of the tensor ``name``."""
+    Call this function when ``batch`` and ``tokens`` are bound, the first sizes of the tensor ``name``."""
     check.require(check["tokens"] > 0, name, "of at least one token", str(list(x.shape)))
     check.tensor("state_slots", state_slots, "batch", torch.int32)
     check.tensor("output_slots", output_slots, "batch tokens", torch.int32)
@@ -116,13 +116,13 @@ def check_values_slots(check: Checker, states: Tensor, state_slots: Tensor | Non
 
 
 def states_moved(states: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> int:
-    """Bytes of the states that a decode call reads and writes."""
+    """Returns the bytes of the states that a decode call reads and writes."""
     written = state_slots if output_slots is None else output_slots
     return int((state_slots >= 0).sum() + (written >= 0).sum()) * states.shape[1:].numel() * states.element_size()
 
 
 def prefill_states_moved(states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> int:
-    """Bytes of the states that a prefill call reads and writes."""
+    """Returns the bytes of the states that a prefill call reads and writes."""
     count = int(_started(state_slots, has_initial_state).sum() + (state_slots >= 0).sum())
     return count * states.shape[1:].numel() * states.element_size()
 
@@ -137,8 +137,8 @@ def draw_slots(draw: Draw, batch: int, slots: int, tokens: int | None = None, pa
         draw: the source of random numbers.
         batch: the number of requests.
         slots: number of slots of the cache. At least one for each request that is not padding; with ``tokens``, at least ``tokens``
-            for each. If there are as many spare slots as such requests, every second request reads one slot and writes to another
-            slot.
+            for each. If there are as many spare slots as requests with a slot, every second request reads one slot and writes to
+            another.
         tokens: number of new tokens of each request, at least 1; None: without output_slots.
         padding: the number of requests, at the end of the batch, that have no slots.
     """
@@ -179,19 +179,19 @@ def draw_prefill(
 
 
 def padding_of(state_slots: Tensor) -> dict[str, list[int]]:
-    """The ``work`` hook of a decode: the number of requests that have no slot."""
+    """The ``work`` hook of a decode: returns the number of requests that have no slot."""
     return {"padding": [int((state_slots < 0).sum())]}
 
 
 def prefill_read(cu_seqlens: Tensor, state_slots: Tensor) -> dict[str, list[int]]:
-    """The ``work`` hook of a prefill: the sequence lengths, and the number of requests that have no slot."""
+    """The ``work`` hook of a prefill: returns the sequence lengths, and the number of requests that have no slot."""
     return {"lengths": cu_seqlens.diff().tolist(), **padding_of(state_slots)}
 
 
 def vary_prefill(
     variation: Variation, tokens: int, cu_seqlens: Tensor, states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None
 ) -> dict[str, Any]:
-    """The ``vary`` hook of a prefill of ``tokens`` tokens, whose ``work`` hook is `prefill_read`."""
+    """The ``vary`` hook of a prefill of ``tokens`` tokens. The matching ``work`` hook is `prefill_read`."""
     draw, batch = variation.draw, len(state_slots)
     initial = None if has_initial_state is None else True
     if variation.want is Want.UNUSED:
@@ -209,7 +209,7 @@ def vary_prefill(
 
 
 def vary_decode(variation: Variation, states: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> dict[str, Any]:
-    """The ``vary`` hook of a decode, whose ``work`` hook is `padding_of`."""
+    """The ``vary`` hook of a decode. The matching ``work`` hook is `padding_of`."""
     draw, batch, tokens = variation.draw, len(state_slots), None if output_slots is None else output_slots.shape[1]
     if variation.want is Want.UNUSED:
         changed = {
@@ -228,7 +228,7 @@ def vary_decode(variation: Variation, states: Tensor, state_slots: Tensor, outpu
 
 
 def _poisoned(states: Tensor, read: Tensor) -> Tensor:
-    """A copy of the state cache with NaN in every slot that is not in ``read``."""
+    """Returns a copy of the state cache with NaN in every slot that is not in ``read``."""
     unread = torch.ones(states.shape[0], dtype=torch.bool, device=states.device)
     unread[read.long()] = False
     return poisoned(states, unread)

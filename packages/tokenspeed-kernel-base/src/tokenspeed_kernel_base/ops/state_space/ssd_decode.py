@@ -62,14 +62,15 @@ def ssd_decode(
     output_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Selective state update of Mamba2 for one or several new tokens of each request, on states in a cache.
+    """Computes the selective state update of Mamba2 for one or several new tokens of each request, with states in a cache.
 
-    Continues `ssd_prefill` (Dao & Gu, 2024, arXiv:2405.21060), whose docstring defines the recurrence.
+    The states are those that `ssd_prefill` stores. The docstring of `ssd_prefill` defines the recurrence (Dao & Gu, 2024,
+    arXiv:2405.21060).
 
-    The page "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots the state after
-    each token is kept. So rejected draft tokens need no recomputation.
+    The page "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots, the state after
+    each token is kept, so no state must be recomputed when draft tokens are rejected.
 
-    The recurrence, state included, is float32 (float64 for a float64 x) from the first to the last token of the call. The result is
+    From the first to the last token of the call, the recurrence and its state are float32 (float64 for a float64 x). The result is
     rounded to x's dtype once. States are rounded to the cache's dtype when they are written.
 
     Args:
@@ -82,7 +83,7 @@ def ssd_decode(
         states: x's dtype or float32 ``[slots, heads, head_dim, state_dim]``. Written to. May be strided.
         state_slots: int32 ``[batch]``, below slots: the slot from which each request's state is read. A negative slot reads zeros.
         D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
-        z: like x, the gate. None if the gate is applied by the norm after the layer.
+        z: the gate, with dtype and shape like x. None if the gate is applied by the norm after the layer.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.
         dt_softplus: whether step sizes are ``log(1 + exp(dt + dt_bias))``.
         dt_min: lower bound of the step sizes, >= 0.
@@ -183,8 +184,8 @@ def _inputs(
     padding: int = 0,
     slots: int | None = None,
 ) -> Maker:
-    """Arguments. ``full``: as in `draw_recurrence`. ``kept``: pass output_slots. ``padding``: the number of requests, at the end of
-    the batch, that have no slot.
+    """Draws the arguments. ``full``: as in `draw_recurrence`. With ``kept``, output_slots are passed. ``padding``: the number of
+    requests, at the end of the batch, that have no slot.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def ssd_prefill(
     has_initial_state: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """State-space recurrence of Mamba2 (SSD) over packed sequences, between the layer's convolution and its norm.
+    """Computes the state-space recurrence of Mamba2 (SSD) over packed sequences, between the layer's convolution and its norm.
 
     The operator computes the state-space duality (SSD) layer of Dao & Gu, 2024, arXiv:2405.21060.
 
@@ -76,8 +76,8 @@ def ssd_prefill(
     page "Calling operators" states the rules for slots under "States of recurrent layers".
 
     The recurrence is float32 (float64 for a float64 x), and its result is rounded to x's dtype once. States are rounded to the
-    cache's dtype when they are written. Kernels process chunks of tokens with MMAs. For these, they round states, token weights and
-    decayed inputs to x's dtype.
+    cache's dtype when they are written. Kernels process chunks of tokens with MMAs. For these MMAs, kernels round states, token
+    weights and decayed inputs to x's dtype.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be strided, like all tensors here, for example
@@ -86,13 +86,13 @@ def ssd_prefill(
         A: float16, bfloat16, float32 or float64 ``[heads]``, negative.
         B: x's dtype ``[tokens, groups, state_dim]``; groups divides heads.
         C: like B.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens at the end. Non-decreasing, from 0
+        cu_seqlens: int32 ``[batch + 1]``, the offsets at which sequences begin, then the number of tokens. Non-decreasing, from 0
             to tokens.
         states: x's dtype or float32 ``[slots, heads, head_dim, state_dim]``. Written to. May be strided.
         state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative: the sequence
             has no state. Slots that are not negative must be distinct.
         D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
-        z: like x, the gate. None if the gate is applied by the norm after the layer.
+        z: the gate, with dtype and shape like x. None if the gate is applied by the norm after the layer.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.
         dt_softplus: whether step sizes are ``log(1 + exp(dt + dt_bias))``.
         dt_min: lower bound of the step sizes, >= 0.
@@ -195,7 +195,7 @@ def _inputs(
     padding: int = 0,
     slots: int | None = None,
 ) -> Maker:
-    """Arguments with sequences of these lengths; ``full`` as in `draw_recurrence`, ``initial`` and ``padding`` as in
+    """Draws arguments with sequences of these lengths. ``full`` is as in `draw_recurrence`; ``initial`` and ``padding`` are as in
     `draw_prefill`."""
 
     def make(draw: Draw) -> dict[str, Any]:

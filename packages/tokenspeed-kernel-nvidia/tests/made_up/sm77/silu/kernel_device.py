@@ -1,4 +1,4 @@
-"""The device code of `silu`. All of it except the kernel's own arithmetic comes from `cutedsl`."""
+"""The device code of `silu`. Everything except the kernel's own arithmetic comes from `cutedsl`."""
 
 # mypy: ignore-errors
 
@@ -30,7 +30,8 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class Silu:
-    """The kernel. In a grid of n CTAs, a CTA computes every n-th row, and each of its threads every 128th column of the row."""
+    """The kernel. In a grid of n CTAs, each CTA computes every n-th row. Each thread of a CTA computes every 128th column of the
+    row."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor, ctas: Int32, stream):
