@@ -1,4 +1,4 @@
-"""The command line, tested as a user runs it."""
+"""Tests the command line as a user runs it."""
 
 from __future__ import annotations
 

@@ -382,7 +382,7 @@ def test_roundings_on_the_way_add_up_as_noise_does() -> None:
     assert four.relative == one.relative
     assert four.absolute / one.absolute == four.norm / one.norm == pytest.approx(2.5**0.5)
     assert "4 intermediates" in four.reason
-    # The tolerance of float32 results is widened equally.
+    # Results in float32 have the same tolerance.
     assert tolerance_for(torch.float32, replace(request_with(a=half), intermediates=(half,) * 4)) == four
     torch.manual_seed(0)
     exact = rounded = torch.randn(256, 128, dtype=torch.float64).bfloat16().double()

@@ -1,4 +1,4 @@
-"""Profiler scopes and shape capture."""
+"""Tests profiler scopes and shape capture."""
 
 from __future__ import annotations
 

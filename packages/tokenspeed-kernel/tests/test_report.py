@@ -1,4 +1,4 @@
-"""``tokenspeed-kernel report``: the content of the page, and its rendering in a browser."""
+"""Tests ``tokenspeed-kernel report``: the content of the page, and its rendering in a browser."""
 
 from __future__ import annotations
 

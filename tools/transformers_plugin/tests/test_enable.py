@@ -17,7 +17,7 @@ from tiny_models import CONFIGURATIONS, generate, make, padding, prompts
 import tokenspeed_kernel_transformers
 from tokenspeed_kernel_transformers import enable
 
-# The parts of each model that run on our kernels. Mixers never do.
+# The parts of each model that run on our kernels. Layers with a state always run transformers' own code.
 PARTS = {
     "llama": {"attention", "norms", "gated MLPs"},
     "qwen3": {"attention", "norms", "gated MLPs"},

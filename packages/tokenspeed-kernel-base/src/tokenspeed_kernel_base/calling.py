@@ -223,8 +223,8 @@ class Caller:
         return self._replacing(tuple(normal))(impl, normal) if normal else impl
 
     def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
-        """Returns a function that makes the outputs and launches nothing, if all outputs of the call are empty and it writes to
-        nothing else. Returns None for all other calls."""
+        """Returns a function that makes the outputs and launches nothing, if all outputs of the call are empty and the call writes
+        to nothing else. Returns None for all other calls."""
         op = self.op
         if any(arguments[name] is not None for name in op.mutates):
             return None

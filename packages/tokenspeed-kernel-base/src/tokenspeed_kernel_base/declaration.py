@@ -115,8 +115,8 @@ class Operator(Declaration, Generic[P, R]):
     # -- what is derived -------------------------------------------------------------------------------------------------------
 
     def normal(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that kernels receive in normalised form, by name, if that form differs from the call's; see
-        `Parameter.normal`.
+        """The options, by name, whose normalised value differs from the value in the call. Kernels receive the normalised values;
+        see `Parameter.normal`.
         """
         normal = {parameter.name: parameter.normal(arguments[parameter.name]) for parameter in self.parameters}
         return {name: value for name, value in normal.items() if value is not arguments[name]}

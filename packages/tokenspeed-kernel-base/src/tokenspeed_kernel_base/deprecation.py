@@ -1,4 +1,5 @@
-"""Deprecated names of operators and their steps: functions that warn, and call the replacement. They stay for one release."""
+"""Deprecated names of operators and their steps: functions that warn, and call the replacement. A deprecated name stays for one
+release."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def deprecated_operator(
     without: Collection[str] = (),
     fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., Any]:
-    """Makes a function with the signature of a removed operator. In the operator that replaces it, the options are attributes of
-    one parameter.
+    """Makes a function with the signature of a removed operator. In the operator that replaces it, the removed operator's options
+    are attributes of one parameter.
 
     The made function takes the required parameters of ``make`` in place of that parameter. The optional parameters of ``make`` come
     before the outputs.

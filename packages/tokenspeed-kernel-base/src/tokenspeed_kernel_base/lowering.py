@@ -125,7 +125,8 @@ class Unfound:
 
 
 def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callable[[Any], Any] = resources.find) -> list[Any]:
-    """The operator's arguments, made from the custom operator's arguments: objects rebuilt, resources looked up, hints None.
+    """The operator's arguments, made from the custom operator's arguments: objects are rebuilt, resources are looked up, and hints
+    are None.
 
     Raises:
         RuntimeError: a resource no longer exists.

@@ -1,4 +1,4 @@
-"""Whether two tensors share memory.
+"""Tests whether two tensors share memory.
 
 A kernel reads inputs while it writes outputs. So an output that overlaps an input would silently give wrong values. Tensors that
 share an allocation but no byte are valid: the query and key slices of one projection's output, keys and values of one cache.

@@ -33,7 +33,7 @@ class Kind(enum.Enum):
     TENSOR = "tensor"
     OBJECT = "object"  # holds tensors in named attributes; any object with the required attributes is accepted, also a resource
     VALUE = "value"  # hashable: number, flag, string, dtype, frozen dataclass of these
-    HINT = "hint"  # a host-side copy of a tensor's values: checked and passed on, but kernels may ignore it, and decisions do
+    HINT = "hint"  # a tensor's values on the host: checked and passed on; kernels may ignore them, and decisions ignore them
     RESOURCE = "resource"  # outlives the call, see `tokenspeed_kernel_base.resources`; its class and ``key`` enter the memo key
 
 

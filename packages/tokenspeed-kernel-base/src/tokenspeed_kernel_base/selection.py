@@ -110,7 +110,7 @@ class _OverrideBlock:
     operator: tuple[str, str]
     kernel: str
     config: tuple[tuple[str, Any], ...] | None
-    # A task inherits its creator's context and may outlive the block. So its end sets this flag, too.
+    # A task inherits its creator's context and may outlive the block. So the end of the block also clears this flag.
     active: bool = True
 
 

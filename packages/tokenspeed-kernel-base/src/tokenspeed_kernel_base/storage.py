@@ -6,9 +6,10 @@ Every file is written in one of three ways:
 * `locked`: work that one process does while others wait, such as changing a file of results, or compiling once.
 * `Database`: a file that many processes add to all the time, such as a capture of calls.
 
-Locks are SQLite's. SQLite's locks work on every system, and the operating system releases them when their process ends. SQLite's
-state in memory must not be used on both sides of a fork. So a connection exists for one operation only, and a fork waits until no
-thread is inside SQLite. A forked child closes the connections of locks that it inherits. The parent still holds these locks.
+The locks are locks of SQLite databases. These locks work on every system, and the operating system releases them when their process
+ends. SQLite's state in memory must not be used on both sides of a fork. So a connection exists for one operation only, and a fork
+waits until no thread is inside SQLite. A forked child closes the connections of locks that it inherits. The parent still holds
+these locks.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ tuple of the allowed names."""
 @dataclass(frozen=True)
 class Constraint:
     """The values that a kernel accepts for one trait. A value must be in ``values`` (None: no list), within the bounds, and
-    divisible.
+    divisible by ``divisor``.
 
     Bounds and divisor apply to numbers. Other values, bool included, fail these tests.
     """

@@ -368,8 +368,8 @@ def test_padding_of_tiles_and_packed_scales_does_not_matter() -> None:
 
 @pytest.mark.parametrize(("rows", "stated"), [(0, 0), (1, 1), (3, 4), (16, 16), (17, 32), (1000, 1024)])
 def test_rows_are_a_trait_in_powers_of_two(rows: int, stated: int) -> None:
-    """A kernel may require few rows by the trait ``m``. Its value must be that of the bucket of sizes, so that a measured result
-    applies to the whole bucket."""
+    """A kernel may be limited to few rows by the trait ``m``. The trait must have the bucket's number of rows instead of the
+    call's, so that a measured result applies to the whole bucket."""
     request = _signature(tk.mm, a=torch.ones(rows, 8), b=torch.ones(8, 3))
     assert request.traits["m"] == stated == request.buckets["m"]
 

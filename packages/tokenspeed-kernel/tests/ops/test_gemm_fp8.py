@@ -192,8 +192,8 @@ def test_e5m2(device: str, pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -
 
 @pytest.mark.parametrize("pair", ["rows", "blocks"])
 def test_other_strides_and_alignments(device: str, pair: str) -> None:
-    """Operands that are contiguous along the other axis, or whose rows have gaps or unaligned addresses; strided scales; results
-    with gaps between rows."""
+    """Tests operands that are contiguous along the other axis, or whose rows have gaps or unaligned addresses; strided scales; and
+    results with gaps between rows."""
     arguments = arguments_of(pair, 133, 512, 384, device)
     a, b, scales = arguments["a"], arguments["b"], {name: arguments[name] for name in ("a_scale", "b_scale")}
     out = torch.full((133, 400), torch.nan, dtype=BF16, device=device)

@@ -1,4 +1,4 @@
-"""Activation kernels beyond the shared cases: non-finite and huge values, strides."""
+"""Tests the activation kernels beyond the shared cases: non-finite and huge values, strides."""
 
 from __future__ import annotations
 
