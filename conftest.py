@@ -1,4 +1,4 @@
-"""Tests with many expensive cases: the marker ``sampled``."""
+"""Implements the marker ``sampled``, for tests with many expensive cases."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates ``-m``
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks all cases of a ``sampled(n)`` test as slow, except n that are evenly spaced, the first and the last among them.
+    """Marks all cases of a ``sampled(n)`` test as slow, except n cases. These are evenly spaced, and include the first and the last
+    case.
 
-    The choice depends only on the order of the cases, so that all workers and all runs choose alike.
+    The choice depends only on the order of the cases, so all workers and all runs choose the same cases.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:

@@ -45,8 +45,8 @@ ZIG = "ziglang==0.17.1"
 
 
 def _install(session: nox.Session, *groups: str, runtime: bool = True) -> None:
-    """Installs our packages as editable, and dependency groups of pyproject.toml. PyTorch is installed first, so that no package
-    replaces it by another version."""
+    """Installs this repository's packages as editable, and dependency groups of pyproject.toml. PyTorch is installed first.
+    Otherwise a requirement of a package could install another version."""
     session.install(TORCH)
     packages = [BASE, f"{CORE}[tools]", *([RUNTIME] if runtime else [])]
     session.install(*(part for package in packages for part in ("-e", package)), *_requirements(*groups))
@@ -72,13 +72,14 @@ def tests(session: nox.Session) -> None:
     ignored = (EMULATION, EMULATOR, HOPPER, AMD, NVIDIA, VLLM_PLUGIN, TRANSFORMERS_PLUGIN, SGLANG_PLUGIN)
     others = [part for path in ignored for part in ("--ignore", path)]
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", *others]
-    # Each worker uses one thread: workers that each use all cores slow each other down many times over.
+    # Each worker uses one thread. If each worker used all cores, the workers would slow each other down many times over.
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
 def interpret(session: nox.Session) -> None:
-    """Runs the portable Triton kernels on small cases in Triton's interpreter: no GPU, no compiler. Arguments replace pytest's."""
+    """Runs the portable Triton kernels on small cases in Triton's interpreter, without a GPU or a compiler. Arguments replace
+    pytest's."""
     _install(session, "test", runtime=False)
     session.install(TRITONS[-1])
     arguments = session.posargs or ["-n", "auto", "-m", "not slow", "-k", "triton"]
@@ -89,7 +90,8 @@ def interpret(session: nox.Session) -> None:
 
 @nox.session
 def emulate(session: nox.Session) -> None:
-    """Runs the tests of the gfx950 emulator, and on it those of the AMD wheel's kernels and of the GPT-OSS runtime, without a GPU.
+    """Runs the tests of the gfx950 emulator. Runs tests of the AMD wheel's kernels and of the GPT-OSS runtime on this emulator.
+    Needs no GPU.
 
     Arguments replace pytest's.
     """
@@ -102,7 +104,7 @@ def emulate(session: nox.Session) -> None:
 
 @nox.session
 def cutedsl(session: nox.Session) -> None:
-    """Runs the tests of the NVIDIA wheel and of the sm_90 emulator, which executes kernels of the wheel and portable ones.
+    """Runs the tests of the NVIDIA wheel and of the sm_90 emulator. The emulator executes the wheel's kernels and portable kernels.
 
     Then compiles one configuration of each CuteDSL kernel. Needs no GPU. Arguments replace pytest's.
     """
@@ -119,7 +121,7 @@ def cutedsl(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("release", VLLMS)
 def vllm(session: nox.Session, release: str) -> None:
-    """Runs the plugin in vLLM's own layers, on a CPU: with the references, and with the AMD wheel's kernels on the emulator.
+    """Runs the plugin in vLLM's own layers on a CPU, with the reference kernels, and with the AMD wheel's kernels on the emulator.
 
     Only vLLM's Python code runs, not its compiled operators, which need a GPU. Arguments replace pytest's.
     """
@@ -134,7 +136,7 @@ def vllm(session: nox.Session, release: str) -> None:
 @nox.session
 @nox.parametrize("release", TRANSFORMERS)
 def transformers(session: nox.Session, release: str) -> None:
-    """Runs the plugin in transformers' own models, with random weights, on a CPU. Arguments replace pytest's."""
+    """Runs the plugin in transformers' own models on a CPU, with random weights. Arguments replace pytest's."""
     _install(session, "test", "build", runtime=False)
     session.install("-e", TRANSFORMERS_PLUGIN, release)
     arguments = session.posargs or ["-n", "auto", f"{TRANSFORMERS_PLUGIN}/tests"]
@@ -144,7 +146,7 @@ def transformers(session: nox.Session, release: str) -> None:
 @nox.session
 @nox.parametrize("release", SGLANGS, ids=[release for release, _ in SGLANGS])
 def sglang(session: nox.Session, release: tuple[str, str]) -> None:
-    """Runs the plugin in SGLang's own layers, on a CPU, with the references.
+    """Runs the plugin in SGLang's own layers on a CPU, with the reference kernels.
 
     Only SGLang's Python code runs, not its compiled operators, which need a GPU. Arguments replace pytest's.
     """
@@ -188,7 +190,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def resolve(session: nox.Session) -> None:
-    """Asks pip whether the wheels of dist/wheels can be installed beside the newest vLLM, SGLang and transformers.
+    """Asks pip whether the wheels in dist/wheels can be installed beside the newest vLLM, SGLang and transformers.
 
     Prints the version pins that conflict. Arguments are names of engines; all by default.
     """
@@ -200,7 +202,7 @@ def resolve(session: nox.Session) -> None:
 
 def _on_this_machine(session: nox.Session, tool: str, vendor: str) -> None:
     """Skips the session unless this machine has the vendor's GPU and a PyTorch for it. Sessions that need a GPU use the machine's
-    own PyTorch, which fits the driver; a PyTorch built for CPUs would not see the GPU."""
+    own PyTorch, which matches the driver. A PyTorch built for CPUs would not find the GPU."""
     if shutil.which(tool) is None or subprocess.run([tool], capture_output=True, check=False).returncode:
         session.skip(f"needs an {vendor} GPU with its driver: `{tool}` does not answer here")
     if importlib.util.find_spec("torch") is None:
@@ -209,7 +211,7 @@ def _on_this_machine(session: nox.Session, tool: str, vendor: str) -> None:
 
 @nox.session(name="tests-nvidia", venv_params=["--system-site-packages"])
 def tests_nvidia(session: nox.Session) -> None:
-    """Runs all tests that need an NVIDIA GPU, among them all cases of all its kernels, the large ones included."""
+    """Runs all tests that need an NVIDIA GPU, among them every kernel for NVIDIA on every case, large cases included."""
     _on_this_machine(session, "nvidia-smi", "NVIDIA")
     session.install("-e", BASE, "-e", f"{CORE}[tools]", "-e", RUNTIME, "-e", NVIDIA, *_requirements("test"))
     session.run("python", "-m", "pytest", "-m", "nvidia", *session.posargs)
@@ -232,7 +234,7 @@ def sanitize_nvidia(session: nox.Session) -> None:
 
 @nox.session(name="tests-amd", venv_params=["--system-site-packages"])
 def tests_amd(session: nox.Session) -> None:
-    """Runs all tests that need an AMD GPU, among them all cases of all its kernels, the large ones included.
+    """Runs all tests that need an AMD GPU, among them every kernel for AMD on every case, large cases included.
 
     Tests that count instructions run on the emulator.
     """

@@ -1,4 +1,4 @@
-"""Builds every distribution of this repository: wheels into dist/wheels, for pip's ``--find-links``, and sdists into dist/sdists.
+"""Builds every distribution of this repository: a wheel in dist/wheels, for pip's ``--find-links``, and an sdist in dist/sdists.
 
 The script needs `build` and `hatchling`. Each wheel is built from its sdist. So the build fails if the sdist lacks a file that the
 wheel needs.
@@ -32,7 +32,7 @@ def build(project: Path, folder: Path) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as built, ThreadPoolExecutor(os.cpu_count()) as pool:
-        # Reading a build's result raises the build's error, if there is one.
+        # list() reads the result of each build, and so raises the error of a failed build.
         list(pool.map(lambda project: build(project, Path(built)), projects()))
         for suffix, name in ((".whl", "wheels"), (".tar.gz", "sdists")):
             shutil.rmtree(DIST / name, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Finds words in comments, docstrings and Markdown for which the field has a better word. `words.toml` lists these words.
+"""Finds words in comments, docstrings and Markdown that `words.toml` lists, because the field has a better word.
 
     python ci/check_words.py [PATH]...
 
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
 
 def read_rules(path: Path) -> list[Rule]:
     def pattern(text: str) -> re.Pattern[str]:
-        # Identifiers (in backticks, or with underscores) and entries of an Args list are names, not prose: they do not match.
+        # Identifiers (in backticks, or with underscores) and names in an Args list do not match, because they are not prose.
         return re.compile(rf"(?<![\w`./-]){text}(?![\w`/:-]|\.\w|, \w+:)", re.IGNORECASE)
 
     listed = tomllib.loads(path.read_text(encoding="utf-8"))["rule"]

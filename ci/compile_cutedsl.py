@@ -39,10 +39,10 @@ class Compiled:
         name: the name from `warmup.describe`.
         registers: registers per thread at launch, before setmaxnreg.
         local_bytes: bytes of stack per thread in local memory, spills included.
-        shared_bytes: bytes of shared memory per CTA; None if the host code does not show the number.
+        shared_bytes: bytes of shared memory per CTA; None if the number is not a constant in the host code.
         code_bytes: size of the kernel's code in bytes.
         seconds: compile time.
-        serialised: whether ptxas waits for each wgmma before it starts the next one.
+        serialised: whether the machine code waits for each wgmma before it starts the next.
         error: why the compilation failed; empty if it succeeded.
     """
 

@@ -1,4 +1,5 @@
-"""Decides what a compilation with a time limit compiles first: files with recent changes. A seed gives the order of the rest."""
+"""Finds the files with recent changes, which a compilation with a time limit compiles first. A seed determines the order of all
+other files."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ _COMMITS = 20
 
 
 def changed_files(root: Path, folder: str) -> frozenset[Path]:
-    """Returns the Python files of a folder whose code the newest commits on the first-parent line, or uncommitted edits, changed.
+    """Returns the Python files of a folder whose code was changed by uncommitted edits or by the newest commits on the first-parent
+    line.
 
-    Comments and docstrings do not count. A shallow checkout shows the changes since its oldest commit. Without a history, as in a
-    checkout of one commit or a folder that git does not know, no committed file counts as changed.
+    Changes of comments and docstrings do not count. In a shallow checkout, the result has the changes since its oldest commit.
+    Without a history, as in a checkout of one commit or a folder that git does not know, no committed file counts as changed.
     """
     commits = _git(root, "rev-list", "--first-parent", f"--max-count={_COMMITS + 1}", "HEAD").split()
     if not commits:
@@ -26,7 +28,7 @@ def changed_files(root: Path, folder: str) -> frozenset[Path]:
 
 
 def seed(root: Path) -> str:
-    """Returns the commit's hash as the seed, so that every commit has another order; without git, the date."""
+    """Returns the commit's hash, so every commit has another order; without git, the date."""
     return _git(root, "rev-parse", "HEAD").strip() or datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
 
 

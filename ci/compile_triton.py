@@ -1,7 +1,8 @@
 """Compiles every Triton kernel for GPUs that this machine does not have, and reports the SM/CU resources of each kernel.
 
-Launchers run as on the device, on the tensors of the operators' cases. The Triton driver compiles and never launches. So every
-kernel is compiled in exactly the configurations that the cases use. Tensors of large cases have shapes, but uninitialised values.
+Launchers run as on the device, on the tensors of the operators' cases. Triton's launch function is replaced by one that compiles
+and never launches. So every kernel is compiled in exactly the configurations that the cases use. Tensors of large cases have
+uninitialised values.
 
     python ci/compile_triton.py --arch sm_90 --arch gfx950 --kernel decode
 
@@ -44,8 +45,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = "packages/tokenspeed-kernel/src"
 SOLUTION = "triton"
 _Job = tuple[str, str]  # architecture, kernel
-# The fields: architecture, kernel, whether large cases are left out, the folder for generated code (None: none), a pattern of case
-# names, the time to stop at, and the seed of the order of cases.
+# The fields of a work item: architecture; kernel; whether large cases are left out; the folder for generated code, or None; a
+# pattern of case names; the time at which to stop; the seed for the order of cases.
 _Work = tuple[str, str, bool, "Path | None", str, float, str]
 
 
@@ -57,7 +58,7 @@ class Compiled:
         arch: the architecture that the function was compiled for.
         kernel: the registered kernel whose launcher launches the function.
         function: the name of the device function.
-        configuration: the constexpr arguments and the start of the hash of the compiled function.
+        configuration: the constexpr arguments, and the first digits of the compiled function's hash.
         case: the first case that uses this configuration.
         warps: warps per CTA.
         registers: registers per thread; on AMD vector registers, accumulation registers included.
@@ -104,7 +105,8 @@ def main() -> int:
         sources, changed = _sources({kernel for _, kernel in jobs}), compile_order.changed_files(ROOT, SOURCES)
         recent = {kernel for kernel, files in sources.items() if files & changed}
         jobs = ordered(jobs, sources, changed, seed)
-    # Each kernel and architecture has its own process: Triton keeps state per process, and the end of a process releases memory.
+    # Each pair of kernel and architecture is compiled in its own process, because Triton keeps state per process, and the end of a
+    # process releases its memory.
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
         idle = threading.Semaphore(options.jobs)
         work = ((arch, kernel, options.small, options.dump, options.case, end, seed) for arch, kernel in jobs)
@@ -224,7 +226,8 @@ def _compile(work: _Work) -> tuple[_Job, list[Compiled], list[Failure], bool]:
     with use_platform(platform), recorder.in_place_of_the_driver():
         op = get_operator(spec.operator)
         cases = op.all_cases()
-        for case in random.Random(seed).sample(cases, len(cases)):  # a job that ends early covers other cases at another commit
+        # The order differs from commit to commit, so if the time limit ends jobs early, other commits compile other cases.
+        for case in random.Random(seed).sample(cases, len(cases)):
             if (small and case.large) or not re.search(pattern, case.name):
                 continue
             if time.monotonic() > end:
@@ -232,7 +235,7 @@ def _compile(work: _Work) -> tuple[_Job, list[Compiled], list[Failure], bool]:
             recorder.case = case.name
             try:
                 _launch(op, spec, registry, case)
-            except Exception as error:  # any compiler error is a finding
+            except Exception as error:  # errors of the compiler are reported as failures
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
                 failures.append(Failure(arch, kernel, case.name, text[-1500:]))
@@ -287,7 +290,7 @@ class Recorder:
 
         @contextlib.contextmanager
         def replaced() -> Iterator[None]:
-            # The driver is not restored, because this process compiles one kernel for one architecture and then ends.
+            # The driver is not restored afterwards, because this process compiles one kernel for one architecture and then ends.
             triton.runtime.driver.set_active(_NoDevice(self.arch))
             JITFunction.run = compile_only
             try:
@@ -334,7 +337,7 @@ class Recorder:
 
 
 class _NoDevice:
-    """A Triton driver with only the functions that compiling needs; there is no device."""
+    """A Triton driver without a device, with only the functions that compilation needs."""
 
     def __init__(self, arch: str) -> None:
         from triton.backends.compiler import GPUTarget

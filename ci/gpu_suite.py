@@ -3,10 +3,10 @@
     python ci/gpu_suite.py --part 1/2
     python ci/gpu_suite.py --part 2/2
 
-A hash of a test's name determines the part that runs the test, so that slow tests are spread evenly. The outcomes of each part are
-added to `gpu_suite.json`; a part of another commit or machine starts a new record. Parts may run concurrently, each on its own GPU.
-All workers and parts share compiled code through the caches on disk. No test starts after the time limit. Tests that still run 30 s
-after the limit are recorded as hanging, and the process ends.
+A hash of a test's name determines the part that runs the test. So slow tests are spread evenly over the parts. The outcomes of each
+part are added to `gpu_suite.json`; a part of another commit or machine starts a new record. Parts may run concurrently, each on its
+own GPU. All workers and parts share compiled code through the caches on disk. No test starts after the time limit. Tests that still
+run 30 s after the limit are recorded as hanging, and the process ends.
 
 The script needs the packages of this repository, CuteDSL, pytest and pytest-xdist beside the machine's PyTorch and Triton. A
 failure's message is truncated to 20 lines; `--full` names a file for the whole messages. The exit status is 0 if no test failed.
@@ -39,13 +39,13 @@ RECORD = ROOT / "ci" / "gpu_suite.json"
 TESTS = ("packages", "tools/gpt_oss/tests")
 LINES = 20  # failure messages are truncated to this many lines
 SLOWEST = 12  # number of slowest tests, and of slowest files, in the record
-# Programs that take up to a minute to compile. Several processes compile these programs before the tests, so that no test waits
-# while another test compiles.
+# Programs that take up to a minute to compile. Several processes compile these programs before the tests. Otherwise tests would
+# wait for one another's compilations.
 SLOW_PROGRAMS = ("moe.grouped.launch.gemm_program",)
 # Tests that take up to two minutes. Each worker starts with some of these tests. Otherwise a slow test may begin when all other
 # tests are done.
 SLOW_TESTS = ("test_the_kit_finds_nothing", "test_a_configuration_is_right", "test_a_gpu_runs_from_a_pack")
-GRACE_S = 30  # seconds that running tests get after the time limit
+GRACE_S = 30  # seconds that running tests have after the time limit to finish
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,8 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps only the tests that belong to the part. pytest-xdist gives each worker an equal number of consecutive tests, so the
-    order lets each worker start with slow tests. Workers that run out of tests take tests from other workers.
+    """Keeps only the tests that belong to the part, and orders them. pytest-xdist gives each worker an equal number of consecutive
+    tests, and the order lets each worker start with slow tests. Workers that run out of tests take tests from other workers.
     """
     part, parts = map(int, config.getoption("--part").split("/"))
     kept = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = iter([item for item in mine if not item.name.startswith(SLOW_TESTS)])
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items.clear()
-    for worker in range(workers):  # neighbouring tests stay together, because they use the same programs
+    for worker in range(workers):  # neighbouring tests stay on one worker, because they use the same programs
         items += slow[worker::workers]
         items += itertools.islice(others, max(0, (worker + 1) * len(mine) // workers - len(items)))
     items += others
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
     """Ends a worker whose CUDA context is lost, because all further tests of this worker would fail. pytest-xdist then starts
     another worker, and counts the test as failed a second time."""
-    yield  # first, the other hooks send the test's outcome
+    yield  # the other hooks first send the test's outcome
     if report.failed and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
 
 
 class Suite:
-    """A plugin of pytest's controlling process. It counts outcomes, and stops the tests at the time limit.
+    """A pytest plugin for the controlling process. It counts outcomes, and stops the tests at the time limit.
 
     Args:
         part: ``"k/n"``.
@@ -171,8 +171,8 @@ class Suite:
 
 
 def _kind_of(reason: str) -> str:
-    """Shortens the reason of a skipped test if a kernel's formats or traits reject the case. Hundreds of such reasons differ only
-    in details. Returns other reasons unchanged.
+    """Shortens the reason of a skipped test if the gate "formats" or "traits" rejected the case, because hundreds of such reasons
+    differ only in details. Returns other reasons unchanged.
     """
     gate = reason.partition(":")[0]
     return f"the kernel does not declare the case's {gate}" if gate in ("formats", "traits") else reason
@@ -200,7 +200,8 @@ def described(commit: str | None) -> dict[str, Any]:
 
 
 def added(record: Path, part: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record with a part added or replaced; a new record if the commit, the machine or the number of parts differs."""
+    """Returns the record with a part added or replaced. Parts of another commit, another machine or another number of parts are
+    dropped."""
     kept: list[dict[str, Any]] = []
     if record.exists():
         before = json.loads(record.read_text())
@@ -230,7 +231,7 @@ def main() -> int:
     parser.add_argument("--full", type=Path, help="file for the whole messages of failures")
     parser.add_argument("rest", nargs="*", help="further arguments for pytest, behind --")
     chosen = parser.parse_args()
-    # The record names files without their folders, which belong to the machine.
+    # The record names files without their folders, because folders differ between machines.
     words = [Path(word).name if Path(word) in (chosen.record, chosen.full) else word for word in sys.argv[1:]]
     command = shlex.join(["python", "ci/gpu_suite.py", *words])
 

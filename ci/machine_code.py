@@ -1,4 +1,4 @@
-"""Checks Hopper machine code for errors of ptxas that tests of numerical results do not reliably find.
+"""Checks Hopper machine code for faults of ptxas that tests of numerical results do not reliably find.
 
 A cubin is a 64-bit ELF image; an instruction has 16 bytes.
 """
@@ -35,8 +35,8 @@ def sections(image: bytes) -> Iterator[tuple[str, int, int]]:
 
 def serialised(image: bytes, ptx: str) -> bool:
     """Whether ptxas serialised the wgmma instructions of a cubin that was compiled from this PTX. Serialised code waits for each
-    wgmma before it starts the next one, although the PTX allows several in flight. ptxas -v prints a note about this (C7510 to
-    C7520, "Potential Performance Loss"), but compilers that call ptxas discard the note."""
+    wgmma before it starts the next, although the PTX allows several in flight. ptxas -v prints a note about this (C7510 to C7520,
+    "Potential Performance Loss"), but compilers that call ptxas discard the note."""
     order = _IN_PTX.findall(ptx)
     if not any(pair == ("mma_async", "mma_async") for pair in itertools.pairwise(order)):
         return False
@@ -97,9 +97,9 @@ def unwritten_uniform_registers(instructions: Sequence[tuple[str, str]]) -> list
 def unwritten_general_registers(text: str) -> list[str]:
     """Returns the instructions that read a general register which no earlier instruction writes.
 
-    Two kinds of first accesses are marked as both a read and a write, and are allowed. An instruction that writes a part of a
-    register also reads this register, for example to combine two 16-bit values. The first MMA that writes an accumulator also reads
-    this accumulator, but ignores its value.
+    A first access that nvdisasm marks as both a read and a write is allowed. There are two kinds. An instruction that writes only a
+    part of a register also reads the register, for example to combine two 16-bit values. The first MMA that writes an accumulator
+    also reads this accumulator, but ignores its value.
 
     Args:
         text: nvdisasm's output with ``--print-life-ranges --life-range-mode narrow``.

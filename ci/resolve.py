@@ -1,4 +1,4 @@
-"""Asks pip whether the wheels of dist/wheels can be installed beside the newest releases of engines, and prints the conflicts.
+"""Asks pip whether the wheels in dist/wheels can be installed beside the newest releases of engines, and prints the conflicts.
 
     python ci/resolve.py [ENGINE]...
 
@@ -34,7 +34,7 @@ _NO_ANSWER = re.compile(
 
 
 class Outcome(NamedTuple):
-    """The result of pip for one release.
+    """pip's answer for one release of an engine.
 
     Attributes:
         status: ``"resolves"``, ``"conflicts"``, ``"fails"`` or ``"skipped"``.
@@ -52,7 +52,8 @@ def versions_of(listing: str, count: int = NEWEST) -> list[str]:
 
 
 def wanted(engine: str, wheels: Iterable[str]) -> list[str]:
-    """Returns the exact requirements of those of our wheels that are installed beside an engine. ``wheels``: wheels' file names."""
+    """Returns an exact requirement for each of our wheels that is to be installed beside an engine. ``wheels``: the wheels' file
+    names."""
     versions = {name.replace("_", "-"): version for name, version, *_ in (wheel.split("-") for wheel in wheels)}
     names = [*BESIDE, f"tokenspeed-kernel-{engine}"]
     return [f"{name}=={versions[name]}" for name in names if name in versions]
@@ -65,7 +66,7 @@ def causes(output: str) -> list[str]:
 
 
 def pins(lines: Sequence[str]) -> list[str]:
-    """Returns the causes that allow only one version (``==``); all causes if none of them does."""
+    """Returns those causes of a conflict that allow only one version (``==``); all causes if there are none."""
     return [line for line in lines if "==" in line] or list(lines)
 
 
@@ -100,7 +101,8 @@ def resolve(engine: str, version: str, folder: Path) -> Outcome:
     """Asks pip whether one release of an engine can be installed beside our wheels."""
     report = folder / f"{engine}-{version}.json"
     ours = wanted(engine, [wheel.name for wheel in WHEELS.glob("*.whl")])
-    # fast-deps reads a wheel's metadata by range requests if the index has no separate metadata. Whole wheels would be gigabytes.
+    # If the index has no separate metadata, fast-deps reads a wheel's metadata by range requests. Downloads of whole wheels would
+    # take gigabytes.
     options = ("--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--progress-bar=off", f"--report={report}")
     try:
         outcome = outcome_of(*_pip("install", *options, "--find-links", str(WHEELS), *ours, f"{engine}=={version}"))
@@ -110,7 +112,7 @@ def resolve(engine: str, version: str, folder: Path) -> Outcome:
 
 
 def releases_of(engine: str) -> tuple[list[str], Outcome]:
-    """Returns the newest releases of an engine, and the outcome to report if there are none."""
+    """Returns the newest releases of an engine, and the outcome to report if the list is empty."""
     status, output = _pip("index", "versions", engine)
     reason = outcome_of(status, output).lines or ("the package index lists no release",)
     return versions_of(output), Outcome("skipped", reason)

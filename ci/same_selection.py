@@ -1,12 +1,13 @@
-"""Checks that fresh processes select the same kernels for all cases of all operators, for any order of plugins and with any caches.
+"""Checks that fresh processes select the same kernels for all cases of all operators, in any order of plugins and with any content
+of the caches.
 
     python ci/same_selection.py --processes 100
 
-Each process imports the wheels' packages and registers their plugins in another random order. The processes are forks of servers,
-which have imported PyTorch and nothing of this project. Each server has another hash seed, and forks `_FORKS` processes. Half of
-the processes have their own cache directories; the other half shares one. The shared directory holds tuned results of another
-device, which selection must ignore. Each process selects for the CPU, and for each platform of `PLATFORMS` as if the device were
-present. The exit status is 1 if the selections of two processes differ; the first differing selections are printed.
+Each process imports the wheels' packages and registers their plugins in another random order. The processes are forks of server
+processes, which have imported PyTorch and nothing of this project. Each server has another hash seed, and forks `_FORKS` processes.
+Half of the processes have their own cache directories; the other half shares one. The shared directory holds tuned results of
+another device, which selection must ignore. Each process selects for the CPU, and for each platform of `PLATFORMS` as if the device
+were present. The exit status is 1 if the selections of two processes differ; the first differing selections are printed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PLATFORMS = ("h200", "gfx950")
 _GROUP = "tokenspeed_kernel.plugins"
 _PREFIX = "TOKENSPEED_KERNEL_"
 _SHOWN = 10
-_FORKS = 10  # so that 100 processes have 10 hash seeds
+_FORKS = 10  # 100 processes then have 10 hash seeds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,7 +91,7 @@ def _serve(seed: int, count: int, operators: list[str], caches: Path) -> None:
                 os.environ["XDG_CACHE_HOME"] = str(caches / ("shared" if number % 2 else str(number)))
                 (caches / f"{number}.selections").write_text("\n".join(selections(number, operators)))
                 status = 0
-            except BaseException:  # the frames of the server must not run in the forked process
+            except BaseException:  # the error must not unwind the server's frames in the forked process
                 traceback.print_exc()
             finally:
                 os._exit(status)
@@ -99,7 +100,7 @@ def _serve(seed: int, count: int, operators: list[str], caches: Path) -> None:
 
 
 def _plant_results_of_another_device(cache: Path) -> None:
-    """Writes a table of tuned results of another CPU, as if the cache directory were copied from another machine."""
+    """Writes a table with tuned results of another CPU, as if the cache directory had been copied from another machine."""
     from tokenspeed_kernel.workbench.tuned import Device, Entry, Result
     from tokenspeed_kernel.workbench.tuned.store import format_table
     from tokenspeed_kernel_base.operator import get_operator
@@ -132,7 +133,7 @@ def selections(seed: int, only: list[str]) -> list[str]:
 
     del os.environ[_PREFIX + "DISABLE_PLUGINS"]
     reload_settings()
-    # Discovery sorts the entry points. Here their order is random, to show that selection does not depend on the order.
+    # Discovery sorts the entry points. Here their order is random, because the test must show that selection does not depend on it.
     vars(plugins)["sorted"] = lambda values, **_: shuffled(listed := builtins.sorted(values, key=str), len(listed))
     discover_plugins(force=True)
     del vars(plugins)["sorted"]

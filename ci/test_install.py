@@ -1,9 +1,10 @@
-"""Tests the wheels of dist/wheels, and every install line of every page, in fresh environments with a made-up package index.
+"""Tests the wheels in dist/wheels, and every install line of every page, in fresh environments with a package index made for the
+test.
 
-``python -m nox -s build`` builds the wheels and runs these tests. The index is a folder of wheels without code: the third-party
-packages that our wheels require, and packages of other projects under each of our names. Other projects have uploaded or may upload
-such packages, with lower, equal and higher versions. A fresh environment can import PyTorch, pip and hatchling from the environment
-that runs the tests. The environment that runs the tests has none of our packages.
+``python -m nox -s build`` builds the wheels and runs these tests. The index is a folder of wheels without code. It has the
+third-party packages that our wheels require, and other projects' packages under each of our names, with lower, equal and higher
+versions. Other projects have uploaded such packages to PyPI, or may do so. A fresh environment can import PyTorch, pip and
+hatchling from the environment that runs the tests, which has none of our packages.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def install_lines(page: Path) -> Iterator[str]:
                 yield command.strip()
 
 
-# Packages that consist of a page's own files are tested with that page, not here.
+# `my_kernels` consists of files of a page, and is tested with this page.
 LINES = sorted({line for page in PAGES for line in install_lines(page)} - {"pip install ./my_kernels"})
 
 
@@ -86,7 +87,7 @@ def required() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="session")
 def index(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Makes a package index, and returns its address."""
+    """Makes the package index, and returns its address."""
     root = tmp_path_factory.mktemp("index")
     for name, version in {*required(), *((name, version) for name in OURS for version in FOREIGN)}:
         write_wheel(root / name, name, version)
@@ -151,8 +152,8 @@ def test_every_distribution_is_there_once() -> None:
 
 
 def test_they_require_one_another_in_this_version() -> None:
-    """The requirement is exact, label included. So neither a version without the label nor a version with another number satisfies
-    it.
+    """Our wheels must require one another in exactly this version, label included. No other project's version may satisfy the
+    requirement.
     """
     for found in METADATA.values():
         for requirement in map(Requirement, found.get_all("Requires-Dist") or []):
@@ -188,7 +189,7 @@ def test_the_lines_are_found() -> None:
 
 
 def test_versions_on_pages_are_those_of_the_wheels() -> None:
-    """Also checks the versions in requirement files that a page shows."""
+    """Every version of our packages on a page, also in a requirement file that it shows, must be the wheels' version."""
     written = [
         (page.relative_to(ROOT).as_posix(), canonicalize_name(name), version)
         for page in PAGES
@@ -216,7 +217,8 @@ def test_an_index_that_does_not_answer(fresh: Environment) -> None:
 
 
 def test_without_the_folder_nothing_is_installed(fresh: Environment) -> None:
-    """If the folder of our wheels is missing or elsewhere, pip installs no other project's package instead of ours."""
+    """If the folder of our wheels is missing, pip must install nothing. In particular, it must not install another project's
+    package."""
     for name in ("tokenspeed-kernel", "tokenspeed-kernel-nvidia"):
         version = OURS[name]
         done = fresh.run(f"pip install '{name}=={version}'")
@@ -226,7 +228,8 @@ def test_without_the_folder_nothing_is_installed(fresh: Environment) -> None:
 
 
 def test_the_remedy_of_a_message_takes_the_extra_alone(fresh: Environment) -> None:
-    """The command line's advice for missing libraries works word for word, without the folder of our wheels."""
+    """The command that ``doctor`` prints for missing libraries must work as printed, without the folder of our wheels, and must not
+    replace our packages."""
     fresh.succeeds(f"pip install --find-links dist/wheels 'tokenspeed-kernel=={OURS['tokenspeed-kernel']}'")
     before = fresh.of_our_names()
     done = fresh.run("tokenspeed-kernel doctor")
@@ -237,7 +240,8 @@ def test_the_remedy_of_a_message_takes_the_extra_alone(fresh: Environment) -> No
 
 
 def test_another_projects_core_beside_our_wheels_is_named(fresh: Environment) -> None:
-    """A user who installs without a version gets another project's core."""
+    """If another project's core is installed beside our wheels, the import must warn, and the command in the warning must replace
+    it with ours."""
     fresh.succeeds("pip install tokenspeed-kernel==0.1.4")
     fresh.succeeds(f"pip install --find-links dist/wheels 'tokenspeed-kernel-amd=={OURS['tokenspeed-kernel-amd']}'")
     assert fresh.of_our_names()["tokenspeed-kernel"] == "0.1.4"

@@ -1,4 +1,5 @@
-"""The backends of each operator by hardware, from the kernels' declarations. `hooks.py` inserts the table into a page."""
+"""Makes the table of each operator's backends by hardware, from the kernels' declarations. `hooks.py` inserts the table into a
+page."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from tokenspeed_kernel_base.platform import PlatformInfo, named_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import Priority
 
-# Each column is computed for one device. No kernel is specialised for an A100, so the A100 represents all other GPUs.
+# The columns of the table, each with the device that it is computed for. No kernel is specialised for the A100, so it represents
+# all other GPUs.
 HARDWARE = {
     "NVIDIA Hopper<br>H100, H200": "h100",
     "NVIDIA Blackwell<br>B200, B300": "b200",
@@ -49,10 +51,10 @@ def _platform(name: str) -> PlatformInfo:
 
 
 def _backends(op: Operator[Any, Any], platform: PlatformInfo) -> list[str]:
-    """The backends of an operator that have a kernel for this platform with at least the priority of the portable kernels. If no
-    backend has such a kernel, the result is the backend of the best kernel.
+    """The backends whose best kernel for this platform has at least the priority of portable kernels, best first. If there is none,
+    the backend of the best kernel.
 
-    Kernels' probes are ignored, because they look for software on this machine.
+    The probes of kernels are ignored, because probes look for software on the machine that builds the site.
     """
     best: dict[str, int] = {}
     for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):

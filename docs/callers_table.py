@@ -1,4 +1,4 @@
-"""The engines that call each operator, from their sources. `hooks.py` inserts this table into a page."""
+"""Makes the table of the engines that call each operator, from the engines' sources. `hooks.py` inserts the table into a page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def callers_table() -> str:
 
 def _called(file: Path) -> Iterator[str]:
     """Yields the names by which a file may refer to operators: names that it imports from the core, attributes of a namespace of
-    operators, and strings, because plugins look operators up by name. A string without an underscore may mean something else, so
+    operators, and strings, because plugins look operators up by name. A string without an underscore may be no operator's name, so
     it counts only as an argument of a call.
     """
     for node in ast.walk(ast.parse(file.read_text())):

@@ -1,5 +1,5 @@
-"""The features of an operator that a backend does not support, from the declarations of its kernels. `hooks.py` inserts this list
-into a page.
+"""Makes the table of the features that a backend does not support, by operator, from the declarations of its kernels. `hooks.py`
+inserts the table into a page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ BACKENDS = {"triton": "Triton, any GPU", "cutedsl": "CuteDSL, H100 and H200", "g
 
 
 def coverage_table(family: str) -> str:
-    """A table of one family: the features of the operators' small cases that no kernel of a backend supports."""
+    """The table of one family. It lists the features that occur in the operators' small cases, but that no kernel of a backend
+    supports."""
     rows = ["| operator | backend | not served |", "|---|---|---|"]
     for op in operators():
         if op.family != family:
@@ -29,8 +30,8 @@ def coverage_table(family: str) -> str:
 
 
 def _left_out(op: Operator[Any, Any], specs: list[KernelSpec]) -> str:
-    """Formats and trait values that none of these kernels supports; then cases that are rejected only for their combination of
-    traits.
+    """Formats and trait values that none of these kernels supports. Then the cases that are rejected only because of their
+    combination of traits.
     """
     formats: dict[str, None] = {}
     values: dict[str, set[Any]] = {}
@@ -57,8 +58,8 @@ def _left_out(op: Operator[Any, Any], specs: list[KernelSpec]) -> str:
 
 
 def _refuses(spec: KernelSpec, traits: Mapping[str, Any]) -> bool:
-    """Whether these traits alone make a kernel ineligible. Ignores traits that a kernel requires because it exists only for
-    them.
+    """Whether these traits alone make a kernel ineligible. Traits that the kernel requires, and that are not among these, are
+    ignored.
     """
     return any(not gap.startswith("needs ") for gap in spec.trait_gaps(traits))
 

@@ -1,6 +1,7 @@
-"""The plots of the page of figures, drawn from the committed benchmark reports. `hooks.py` inserts the plots into the page.
+"""Draws the plots of the page ``figures.md`` from the committed benchmark reports. `hooks.py` inserts the plots into the page.
 
-The plots and their colours are those of `tokenspeed-kernel report`. `stylesheet` has the colours of both themes as CSS variables.
+The plots have the style and the colours of `tokenspeed-kernel report`. `stylesheet` returns the colours of both themes as CSS
+variables.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ PACKAGES = Path(__file__).parents[1] / "packages"
 CORE, AMD = PACKAGES / "tokenspeed-kernel/benchmarks", PACKAGES / "tokenspeed-kernel-amd/benchmarks"
 # The GPUs that have a report, ``<GPU>_families.json``.
 GPUS = ("h200", "h100")
-# The rooflines that are drawn; the other rooflines are close to one of them.
+# The dtypes whose rooflines are drawn. The rooflines of other dtypes are close to one of these.
 _ROOFS = ("bfloat16", "float8_e4m3fn")
-# Calls with lower rates, such as calls that move indices, are left out: they would flatten the rest of the roofline plot.
+# The roofline plot omits calls with lower rates, such as calls that move indices. They would compress the rest of the plot.
 _LOWEST_TFLOPS = 0.01
-# Number of calls of an operator that a card shows: the calls that take longest.
+# Number of calls that an operator's card shows: those that take longest.
 _CALLS = 4
 
 
@@ -70,7 +71,7 @@ class Families:
 
     Attributes:
         device: the rows that were timed.
-        baselines: the names of other projects' kernels, by the keys of their rows.
+        baselines: the names of the baselines, by the keys of their rows.
     """
 
     def __init__(self, file: Path) -> None:
@@ -117,7 +118,8 @@ def _us(row: Row) -> float:
 
 
 def _with_share(row: Row, report: Report) -> Row:
-    """Adds to a row its fraction of the roofline. The peak is that of the operands' dtype, which only the case's name has."""
+    """Returns the row with its fraction of the roofline. The peak depends on the operands' dtype, which is read from the case's
+    name."""
     if report.roofline is None or row.tflops is None or row.gb_per_s is None:
         return row
     cost = Cost(row.tflops * 1e6 * _us(row), row.gb_per_s * 1e3 * _us(row))
@@ -126,7 +128,7 @@ def _with_share(row: Row, report: Report) -> Row:
 
 
 def devices_table() -> str:
-    """A Markdown table of the GPUs, of the rates that plain PyTorch reaches on them, and of the software."""
+    """A Markdown table of the measured GPUs, with the rates that plain PyTorch reaches on them, and the software versions."""
     rows = ["| GPU | copy | GEMM, bf16 | GEMM, fp8 | software |", "|---|--:|--:|--:|---|"]
     for gpu in GPUS:
         report = _families(gpu).device.newest
@@ -145,7 +147,7 @@ def devices_table() -> str:
 
 
 def roofline(gpu: str) -> str:
-    """Plot of all operators on the roofline of a GPU: a wide drawing, and one for phones."""
+    """Plots the calls of all operators on a GPU's roofline, in a wide drawing and in a narrow drawing for phones."""
     device = _families(gpu).ours()
     roofs = device.roofline and replace(device.roofline, tflops={name: device.roofline.tflops[name] for name in _ROOFS})
     points = [point for point in device.points() if point.tflops >= _LOWEST_TFLOPS]
@@ -155,7 +157,7 @@ def roofline(gpu: str) -> str:
 
 
 def speeds() -> str:
-    """One plot for each GPU: every operator's speed relative to the fastest baseline, with one mark for each call."""
+    """One plot for each GPU: the speed of each operator's calls relative to the fastest baseline."""
     return _cards(_card(_families(gpu).device.name, _speeds_plot(_families(gpu)), f"{gpu}-speeds") for gpu in GPUS)
 
 
@@ -193,7 +195,8 @@ def _speeds_plot(found: Families) -> Drawing:
 
 
 def operators(gpu: str) -> str:
-    """One card per operator: its longest calls, each with the selected kernel and the baselines, as fractions of the roofline."""
+    """One card per operator: its longest calls. Each call has a bar for this project's fastest kernel and for each baseline, as
+    fractions of the roofline."""
     found, cards = _families(gpu), []
     colours = dict.fromkeys(BACKENDS.values(), series(0)) | {name: series(1) for name in found.baselines.values()}
     for name, compared in sorted(found.compared().items()):
@@ -204,13 +207,14 @@ def operators(gpu: str) -> str:
 
 
 def predicted() -> str:
-    """Two cards with times that the timing model predicts for an MI355X, as fractions of the speed of the faster implementation."""
+    """Two cards with the times that the timing model predicts for an MI355X. Bars are speeds, as fractions of the faster
+    implementation's speed."""
     cards = []
     for report, title in (("timing_model", "attention"), ("timing_model_moe", "moe_apply")):
         cases = []
         for row in json.loads((AMD / f"{report}.json").read_text())["rows"]:
             if not row.get("bar", True):
-                continue  # a shape whose baseline was measured by others; it has no acceptance bar
+                continue  # the baseline of this shape was measured by others, so there is no acceptance bar
             name = row["case"] if "case" in row else f"{row['tokens']} token{'s' * (row['tokens'] > 1)}"
             times = {"this package": row["ours"]["us"], "baseline": row["peer"]["us"]}
             bars = (Bar(who, _timed(who, title, name, us), min(times.values()) / us) for who, us in times.items())
@@ -259,7 +263,7 @@ def _timed(kernel: str, operator: str, case: str, us: float) -> Row:
 
 
 def drawn(folder: str) -> str:
-    """The drawings of a package's README, in the site's colours. The drawings are wide, so they scroll on phones."""
+    """The drawings in a package's README, in the site's colours. Phones scroll the drawings, because they are wide."""
     readme = PACKAGES / folder / "README.md"
     figures = []
     for number, (title, path) in enumerate(re.findall(r"!\[(.*?)\]\(([\w/]*\.svg)\)", readme.read_text())):

@@ -1,4 +1,4 @@
-"""Preprocesses docstrings for Griffe, which generates the reference from them."""
+"""Preprocesses docstrings for Griffe, which generates the reference from docstrings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHANGES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     # A paragraph that ends in two colons before indented code is reStructuredText, not Markdown.
     (r"^( *)::$", r"\1For example, in code:"),
     (r"(?<=\S)::$", ":"),
-    # An example outside of a section Examples would be a quotation in Markdown.
+    # In Markdown, an example that is not in a section Examples would be a quotation.
     (r"^>>> (?:.+\n?)+", r"```pycon\n\g<0>\n```\n"),
     # An entry such as "kernel, operator: names." describes two attributes. Griffe would read the word after the space as a type.
     (r"^    (\w+(?:, \w+)+): ", lambda found: f"    {found[1].replace(' ', _NO_BREAK_SPACE)}: "),

@@ -1,4 +1,4 @@
-"""Generates parts of the documentation site from the code and from the files at the root, so that nothing is written twice.
+"""Generates parts of the documentation site from the code and from files at the root of the repository.
 
 MkDocs calls the ``on_*`` functions during the build. A comment on a page is replaced with generated content, for example
 ``<!-- reference: Platforms: platform -->``; `_GENERATORS` lists these comments.
@@ -36,7 +36,7 @@ from tokenspeed_kernel_base.ops.quantization.aliases import ALIASES
 from tokenspeed_kernel_base.spec import TAGS
 
 ROOT = Path(__file__).parents[1]
-# Page -> the file at the root of the repository with the page's content.
+# Page -> the file at the root of the repository that has the page's content.
 ROOT_PAGES = {"architecture.md": "ARCHITECTURE.md", "contributing.md": "CONTRIBUTING.md"}
 FAMILY_PAGES = "reference/operators"
 PLOT_STYLE = "plots.css"
@@ -49,7 +49,7 @@ _described: set[str] = set()
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds one page for each family of operators to the navigation, after the page that introduces these pages."""
+    """Adds one page for each family of operators to the navigation, under ``Operators``."""
     _described.clear()
     config.extra_css.insert(0, PLOT_STYLE)
     for section in config.nav:
@@ -60,7 +60,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are not files in ``docs``: the operators' pages, and files at the root of the repository."""
+    """Adds the pages that are not files in ``docs``: one page for each family of operators, and files at the root of the
+    repository."""
     for family in _families():
         files.append(File.generated(config, f"{FAMILY_PAGES}/{family}.md", content=_family_page(family)))
     for page, source in ROOT_PAGES.items():
@@ -79,13 +80,14 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Replaces comments with plots. Plots are inserted this late so that search does not find their text."""
+    """Replaces comments with plots. MkDocs calls this function after the page's text is indexed, so search does not find the plots'
+    text."""
     return re.sub(r"<!-- plot: (.*?) -->", lambda match: PLOTS[match[1]](), output)
 
 
 @event_priority(-100)  # after the search plugin, which writes the index
 def on_post_build(config: MkDocsConfig) -> None:
-    """Writes the search index as a script, which a page in a folder can load, and checks the site.
+    """Writes the search index as a script, because a page that is opened from a folder can load only scripts. Then checks the site.
 
     Raises PluginError for a public name without a description, and for a page that loads resources from another host.
     """
@@ -108,7 +110,7 @@ def _families() -> list[str]:
 
 
 def _family_page(family: str) -> str:
-    """A page of the reference: every operator of a family."""
+    """The Markdown of a family's page in the reference: every operator of the family."""
     package: ModuleType = importlib.import_module(f"tokenspeed_kernel_base.ops.{family}")
     members = [op for op in operators() if op.family == family]
     _described.update(op.mode for op in members)
@@ -117,7 +119,7 @@ def _family_page(family: str) -> str:
 
 
 def _root_page(source: Path) -> str:
-    """A Markdown file of the root, with links rewritten for ``docs``."""
+    """The text of a Markdown file at the root of the repository, with links rewritten for ``docs``."""
     text = source.read_text().replace("](docs/", "](")
     for page, root_file in ROOT_PAGES.items():
         text = text.replace(f"]({root_file}", f"]({page}")
@@ -125,10 +127,10 @@ def _root_page(source: Path) -> str:
 
 
 def _reference(argument: str, page: str) -> str:
-    """A section with the public names of tokenspeed_kernel that some modules define.
+    """The Markdown of a section that describes the public names of tokenspeed_kernel that certain modules define.
 
-    The argument ``"Selection: selection, explanation"`` gives the heading and the last parts of the modules' names. ``*`` instead
-    of module names means all names that no earlier section has.
+    The argument ``"Selection: selection, explanation"`` gives the heading and the last parts of the modules' names. ``*`` in place
+    of module names means all names that no earlier section describes.
     """
     heading, _, modules = argument.partition(": ")
     operator_names = {op.mode for op in operators()}
@@ -167,7 +169,7 @@ def _operator_table(argument: str, page: str) -> str:
 
 
 def _coverage(argument: str, page: str) -> str:
-    """The features of a family that the backends do not support, as a table."""
+    """The features of a family's operators that each backend does not support, as a table."""
     return coverage_table(argument)
 
 

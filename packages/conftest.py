@@ -1,5 +1,5 @@
-"""Shared by the tests of the base and of packages that build on it: empty registries, platforms, operators for one test, and a
-check for state that a test leaves behind."""
+"""Fixtures for the tests of all packages: empty registries, platforms, operators for one test, and a check that a test leaves no
+state behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Results that were tuned on this machine must not affect tests. Read at import, here and in processes that tests start.
+# Results that were tuned on this machine must not affect tests. The package reads this variable at import, also in processes that
+# tests start.
 os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"
 
 from tokenspeed_kernel_base import config, lowering, measured, memo, platform, selection, watch
@@ -29,7 +30,7 @@ from . import grids
 from .grids import Launch
 from .interpreting import patch_language_once
 
-# The first call of an operator is slower than later ones, and machines that run the tests may be busy.
+# Hypothesis must not limit times: the first call of an operator is slower than later calls, and the machine may be busy.
 settings.register_profile("operators", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("operators")
 
@@ -38,7 +39,8 @@ patch_language_once()
 
 @pytest.fixture
 def state_is_put_back(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Restores whatever a test sets for the whole process, and fails if the test left an override, platform or watcher active."""
+    """Restores process-wide state after a test: registry, policy, measured results, settings. Fails if the test left an override, a
+    platform or a watcher active."""
     registry = KernelRegistry.get()
     declared = list(registry_module._declared.get(request.module.__name__, ()))
     kept = [(name, type(value)(value)) for name, value in vars(registry).items() if isinstance(value, (dict, list, set))]
@@ -49,7 +51,8 @@ def state_is_put_back(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not watch.watching()
     KernelRegistry._instance = registry
     vars(registry).update(kept)
-    # All test modules are in one package. Without this, `register_package` of it would register the kernels of earlier tests.
+    # All test modules are in one package. Without this line, `register_package` of this package would also register the kernels of
+    # earlier tests.
     registry_module._declared[request.module.__name__] = declared
     selection._policy, measured._source, config._settings = policy, source, read
     memo.invalidate()
@@ -57,7 +60,7 @@ def state_is_put_back(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def registry() -> KernelRegistry:
-    """An empty registry instead of the process-wide one."""
+    """Replaces the process-wide registry by an empty one, and returns it."""
     KernelRegistry.reset()
     return KernelRegistry.get()
 
@@ -79,7 +82,7 @@ def cdna4() -> PlatformInfo:
 
 @pytest.fixture
 def settings_from(monkeypatch: pytest.MonkeyPatch) -> Callable[..., config.Settings]:
-    """Sets environment variables (short names, without the prefix) and reads the settings again."""
+    """Returns a function that sets environment variables, named without their prefix, and reads the settings again."""
 
     def read(**variables: str) -> config.Settings:
         for name, value in variables.items():
@@ -95,22 +98,24 @@ def _opcheck(function: Any, arguments: dict[str, Any]) -> None:
     tests = ["test_autograd_registration", "test_faketensor"]
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
     if not any(t.element_size() == 1 and t.is_floating_point() for t in tensors):
-        tests.append("test_schema")  # it compares values with functions that PyTorch lacks for fp8
+        tests.append("test_schema")  # this test compares values with functions that PyTorch lacks for fp8
     copies = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
     if not any(t.isnan().any() for t in lowering.as_list(function(**copies))):
-        tests.append("test_aot_dispatch_dynamic")  # it treats NaN as a difference
+        tests.append("test_aot_dispatch_dynamic")  # this test treats NaN as a difference
     torch.library.opcheck(custom_op, (*flat, None, None), test_utils=tests)
 
 
 @pytest.fixture(scope="session")
 def opcheck() -> Callable[[Any, dict[str, Any]], None]:
-    """``opcheck(function, arguments)``: PyTorch's own tests of custom operators, for a call with all arguments by name."""
+    """Returns ``opcheck(function, arguments)``, which runs PyTorch's own tests of custom operators on a call with all arguments by
+    name."""
     return _opcheck
 
 
 @pytest.fixture
 def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benchmark programs run calls on the CPU with fake times: 20 microseconds and more, and 1.5 for the kernel between calls."""
+    """Makes benchmark programs run calls on the CPU with fake times: 21.5 microseconds and more, and 1.5 for the kernel between
+    calls."""
     runner = importlib.import_module("tokenspeed_kernel.workbench.benchmark.runner")
 
     def sample_graph(calls: Any, device: Any, *, fewest: int, **options: Any) -> list[float]:
@@ -125,7 +130,8 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a program of the package's folder ``benchmarks``; programs import each other as when they run as scripts."""
+    """Returns a function that imports a program of the package's folder ``benchmarks``. Programs can import one another, as they do
+    when run as scripts."""
     folder = next(path / "benchmarks" for path in request.path.parents if (path / "benchmarks").is_dir())
     ours = {file.stem for file in folder.glob("*.py")}
     before = {name: sys.modules.pop(name) for name in ours if name in sys.modules}
@@ -147,7 +153,7 @@ _declared = 0
 
 @pytest.fixture
 def declare(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Declares operators that exist during one test. ``declare(body, **options)`` returns the public function. The mode is made
+    """Returns ``declare(body, **options)``, which declares an operator for one test, and returns its public function. Each mode is
     unique, because PyTorch cannot unregister a custom operator."""
     made: list[tuple[str, str]] = []
 

@@ -1,4 +1,5 @@
-"""The launches of kernels for the largest calls. Nothing runs, and no tensor has memory."""
+"""Records the launches that kernels would make for the largest calls. No kernel runs, and the large tensors are on the meta
+device."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.workspace import Keeper
 
-# The largest number of items (tokens, sequences, keys, pages) of a call, and bytes of all its tensors. AMD's limits are lower:
-# a launch there has at most 2^32 threads, and a few hundred thousand sequences with many tiles each come close.
+# By vendor: the largest number of items (tokens, sequences, keys, pages) of a call, and of bytes of all its tensors. AMD's numbers
+# are lower, because a launch on AMD has fewer than 2^32 threads, and a few hundred thousand sequences with many tiles each come
+# close.
 _SCALES = {"nvidia": (1 << 24, 1 << 38), "amd": (1 << 17, 1 << 33)}
 # The largest size of a grid's second and third axis, for both vendors.
 _MOST = 65535
 
 
 class Launch(NamedTuple):
-    """One launch of an enlarged call."""
+    """A launch that a kernel would make for an enlarged call."""
 
     case: str
     sizes: dict[str, int]
@@ -41,8 +43,8 @@ class Launch(NamedTuple):
 
 
 def launches_at_scale(spec: KernelSpec, platform: PlatformInfo, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """The launches of a Triton or Gluon kernel on a platform, for enlarged small cases of its operator: each variable size
-    alone, then all together."""
+    """Returns the launches that a Triton or Gluon kernel would make on a platform, for enlarged small cases of its operator. Each
+    variable size is enlarged alone, then all together."""
     from triton.runtime.jit import KernelInterface
 
     from tokenspeed_kernel.workbench.numerics.verify import refusal
@@ -77,7 +79,7 @@ def launches_at_scale(spec: KernelSpec, platform: PlatformInfo, monkeypatch: pyt
 def _larger(
     op: Operator[Any, Any], drawn: dict[str, Any], items: int, nbytes: int
 ) -> Iterator[tuple[dict[str, int], dict[str, Any]]]:
-    """Enlarged variants of a call on the meta device, with the enlarged sizes."""
+    """Yields enlarged variants of a call, on the meta device, each with the sizes that were enlarged."""
     from tokenspeed_kernel.workbench.numerics.narrow import axes_of
 
     axes = axes_of(op, drawn)
@@ -93,7 +95,7 @@ def _larger(
                     op.run_hook("check", call, Checker(op.mode))
                     tensors = [*(tensor for _, tensor in tensor_arguments(op.parameters, call)), *op.outputs_on_meta(call)]
                 except (ValueError, TypeError):
-                    break  # these sizes are tied to other sizes
+                    break  # the check requires other sizes to change with these
                 if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= nbytes:
                     yield dict.fromkeys((*sizes, *bounds), count), call
                     break
@@ -108,7 +110,8 @@ def _enlarged(
     rows = {names[0]: tensors[name].shape[0] for name, names in axes.items() if names}
 
     def enlarged(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        # Scales of rows are checked separately from the tensors that they scale, so their axes have no names.
+        # The axes of some tensors, such as scales of rows, have no names. Their first axis is enlarged if it has as many elements
+        # as the rows of a named size.
         leading = [size for size in sizes if tensor.dim() and rows.get(size) == tensor.shape[0]]
         names = axes.get(name, (*leading[:1], *[""] * (tensor.dim() - len(leading[:1]))))
         return torch.empty([counts.get(n, s) for n, s in zip(names, tensor.shape, strict=True)], dtype=tensor.dtype, device="meta")

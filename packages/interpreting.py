@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter faster for tests: a third of their time was spent on preparing calls of device functions."""
+"""Makes Triton's interpreter faster for tests. A third of their time was spent on preparing calls of device functions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def patch_language_once() -> None:
-    """Under TRITON_INTERPRET=1, a call of a device function patches no module that is patched already.
+    """Under TRITON_INTERPRET=1, makes calls of device functions skip the patching of ``triton.language`` if it is already patched.
 
-    A launch replaces the builtins of ``triton.language`` by interpreting ones. Triton repeats this, for that module or for its
-    core, at every call of a device function.
+    A launch replaces the builtins of ``triton.language`` by functions that interpret. Triton repeats this at every call of a device
+    function.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return

@@ -1,5 +1,5 @@
-"""Hypothesis tests the properties of the tools without time limits, which a slow machine would exceed. packages/conftest.py sets
-the same for the packages.
+"""Makes Hypothesis test the tools without time limits, which a slow machine would exceed. packages/conftest.py does the same for
+the packages.
 """
 
 from __future__ import annotations

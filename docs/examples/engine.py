@@ -24,8 +24,8 @@ from tokenspeed_kernel import (
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes that the shapes of the weights do not give. ``inv_freq`` replaces ``rope_theta`` if RoPE is scaled, as in Llama
-    3.1.
+    """The sizes of the model that do not follow from the shapes of its weights. For scaled RoPE, as in Llama 3.1, set ``inv_freq``,
+    which replaces ``rope_theta``.
     """
 
     layers: int
@@ -39,7 +39,7 @@ class Config:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and the options of its continuation. A temperature of 0 means greedy; a top_k of 0 keeps all tokens."""
+    """A prompt, and the options for the generated tokens. A temperature of 0 means greedy; a top_k of 0 keeps all tokens."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -55,7 +55,8 @@ class Request:
 
 
 class Model:
-    """A model: weights, named as in Hugging Face checkpoints, and a forward pass. The embedding determines dtype and device."""
+    """A model: its weights, and a forward pass. Weights are named as in Hugging Face checkpoints. Dtype and device are those of the
+    embedding."""
 
     def __init__(self, config: Config, weights: Mapping[str, Tensor]) -> None:
         left, self.eps = dict(weights), config.eps
@@ -104,8 +105,8 @@ class Model:
 class Engine:
     """Runs requests. Each step prefills up to ``prefill_tokens`` tokens of prompts, then decodes one token of each started request.
 
-    A seat is a row of the tensors on the device that decode passes read and update. There are ``max_batch`` seats. So a decode pass
-    copies nothing to the device. A free seat has no pages and a length of 0: it writes to no slot, and attends to no key.
+    A seat is a row in the tensors that decode passes read and update. There are ``max_batch`` seats. The tensors are on the device,
+    so a decode pass copies nothing to it. A free seat has no pages and a length of 0: it writes to no slot, and attends to no key.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Engine:
         return [request.output for request in added]
 
     def add(self, request: Request) -> Request:
-        """Queues a request. The request starts when a seat is free, and pages for all of its tokens are free."""
+        """Queues a request. The request starts when a seat and pages for all of its tokens are free."""
         length, room = len(request.prompt) + request.max_tokens, self.caches.shape[2] * self.page_size
         if not request.prompt or request.max_tokens < 1 or length > min(self.config.max_positions, room):
             raise ValueError(f"a request needs a prompt, and {length} tokens must fit {self.config.max_positions} and {room} slots")
@@ -201,8 +202,8 @@ class Engine:
         self.emit(started)
 
     def decode_pass(self, size: int) -> None:
-        """One decode pass, which a CUDA graph captures: the model, sampling, and the update of the seats' tensors for the next
-        pass.
+        """Runs the model on the last tokens, samples, and updates the seats' tensors for the next pass. CUDA graphs capture this
+        method.
         """
         tokens, positions, live, page_table = (x[:size] for x in (self.tokens, self.positions, self.live, self.page_table))
         cache_seqlens = (positions + live).int()
@@ -225,7 +226,7 @@ class Engine:
         return graph
 
     def emit(self, requests: Sequence[Request]) -> None:
-        """Reads the new tokens of some requests, and frees the seats and pages of finished requests."""
+        """Copies the new tokens of these requests to the host, and frees the seats and pages of finished requests."""
         tokens = self.tokens.tolist()
         for request in requests:
             request.output.append(tokens[request.seat])

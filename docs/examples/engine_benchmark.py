@@ -1,4 +1,4 @@
-"""Measures the engine of this folder with random weights: milliseconds of a decode step, and tokens per second of prefill.
+"""Measures the engine in this folder with random weights: milliseconds per decode step, and tokens per second of prefill.
 
     python docs/examples/engine_benchmark.py --output engine.json
     python docs/examples/engine_benchmark.py --tiny --device cpu  # a dry run

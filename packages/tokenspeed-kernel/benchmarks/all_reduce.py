@@ -5,11 +5,11 @@ of TensorRT-LLM and vLLM.
 python packages/tokenspeed-kernel/benchmarks/all_reduce.py --ranks 2 --json
 packages/tokenspeed-kernel/benchmarks/h200_all_reduce.json
 
-Each GPU has one process. Each result is first compared with the float32 sum in rank order, rounded once. A sum may differ by twice
-the dtype's epsilon per rank, relative to the largest sum. ``exact`` tells whether the sums of all ranks match bit for bit. Then 20
-calls are captured into a CUDA graph, which is replayed. The reported time is that of one call: the median over replays, on the
-slowest rank. PyTorch's multimem
-operations are not measured: some machines and containers lack NVLink multicast.
+There is one process per GPU. Each result is first compared with the float32 sum in rank order, rounded once. A sum may differ by
+twice the dtype's epsilon per rank, relative to the largest sum. ``exact`` in the report tells whether the sums are bitwise right on
+all ranks. Then 20 calls are captured into a CUDA graph, which is replayed. The reported time is that of one call: the median over
+replays, on the slowest rank. PyTorch's multimem operations are not measured, because some machines and containers lack NVLink
+multicast.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 
 ROWS = (1, 16, 64, 256, 1024, 8192)
 EPS = 1e-5
-# The number of replays of a graph; _LARGE_REPLAYS if the reduced tensor has at least _LARGE bytes.
+# The number of replays of a graph: _REPLAYS, or _LARGE_REPLAYS if the reduced tensor has at least _LARGE bytes.
 _REPLAYS, _LARGE_REPLAYS, _LARGE = 50, 10, 1 << 24
 
 QUANTIZATION = tk.Quantization.fp8()
@@ -153,7 +153,7 @@ def measure(
     """
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     row_bytes = -(-hidden * getattr(torch, dtype).itemsize // UNIT) * UNIT
-    # In the two-shot protocol each rank reduces whole rows, or whole chunks, so each rank's part is rounded up to these.
+    # In the two-shot protocol, each rank reduces a share of whole rows or whole chunks, so shares are rounded up.
     most = max(sizes) * row_bytes
     group = ProcessGroup.with_peer_memory(one_shot_bytes=most, two_shot_bytes=most + dist.get_world_size() * max(row_bytes, CHUNK))
     found = []
@@ -203,14 +203,14 @@ class Inputs:
 
 
 def keep(found: list[dict[str, Any]], file: Path | None) -> None:
-    """Saves the rows of the report so far, on rank 0, so that an interrupted run keeps them."""
+    """Writes the rows of the report so far to ``file``, on rank 0. So an interrupted run keeps its results."""
     if file is not None and dist.get_rank() == 0:
         file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def implementations(operator: str, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Call | str]]]:
-    """Yields the implementations of an operator: the name, and a function that returns a call of the implementation, or the
-    reason why it cannot run."""
+    """Yields the implementations of an operator. Each is a name and a function. The function returns a call of the implementation,
+    or the reason why the implementation cannot run."""
     behind = {SUM: "", NORM: ", rmsnorm", FP8: ", rmsnorm, quantize_fp8"}[operator]
     libraries = ((dist.get_backend(), _library), ("torch one_shot", _torch_one_shot), ("torch two_shot", _torch_two_shot))
     for name, make in libraries[: 1 if operator == FP8 else None]:
@@ -236,8 +236,8 @@ def _followed(make: Callable[[Inputs], Callable[[], Tensor] | str], operator: st
 
 
 def _library(inputs: Inputs) -> Callable[[], Tensor]:
-    """Returns a call of torch.distributed's all-reduce. It works in place: the first call reduces x, each later call the previous
-    result."""
+    """Returns a call of torch.distributed's all-reduce. The call reduces a buffer in place: the first call reduces x, and each
+    later call reduces the previous result."""
     buffer = inputs.x.clone()
 
     def call() -> Tensor:
@@ -317,15 +317,15 @@ def summary(times: Sequence[float]) -> dict[str, float]:
 
 
 def everywhere(value: Any) -> list[Any]:
-    """Returns the values that all ranks pass, in rank order."""
+    """Exchanges a value between the ranks. Returns the values of all ranks, in rank order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def times(call: Callable[[], Any], calls: int, x: Tensor) -> list[float]:
-    """Returns the microseconds of one call, a value for each replay. ``x``: the tensor that is sent; its size sets the number of
-    replays."""
+    """Returns the microseconds per call, one value for each replay. ``x``: the tensor that is sent; its size determines the number
+    of replays."""
     if x.device.type != "cuda":
         found = []
         for _ in range(3):

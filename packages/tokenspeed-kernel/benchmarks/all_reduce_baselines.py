@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# vLLM's buffer holds messages of up to this many bytes; for larger ones vLLM uses another library.
+# vLLM's buffer holds messages of up to this many bytes. vLLM sends larger messages with another library.
 _VLLM_MOST = 8 << 20
 _VLLM_CTAS = 36  # the largest number of CTAs that vLLM may launch
 
@@ -38,8 +38,8 @@ def _workspace(rows: int, hidden: int, wide: bool) -> tuple[Any, Any]:
 
 
 def trtllm(x: Tensor, most_rows: int, norm: tuple[Tensor, Tensor, float] | None) -> Callable[[], tuple[Tensor, ...]]:
-    """Returns a call of TensorRT-LLM's fused all-reduce, launched with PDL like this package's kernels. It chooses between
-    one-shot and two-shot itself.
+    """Returns a call of TensorRT-LLM's fused all-reduce, launched with PDL like this package's kernels. TensorRT-LLM chooses
+    between one-shot and two-shot.
 
     Args:
         x: the tensor to reduce, ``[rows, hidden]``.
@@ -100,8 +100,8 @@ def _vllm_state() -> tuple[int, int, Tensor]:
 
 
 class Vllm:
-    """A call of vLLM's custom all-reduce. In a CUDA graph the other ranks read ``x`` directly; `captured` must have registered the
-    address of ``x``."""
+    """A call of vLLM's custom all-reduce. In a CUDA graph the other ranks read ``x`` directly, so `captured` must exchange its
+    address before a replay."""
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.out = x, torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""Time limits for steps that may take too long: baselines that tune themselves, and references."""
+"""Limits the time of steps that may take too long: baselines that tune themselves, and references."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class OutOfTimeError(Exception):
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises `OutOfTimeError` inside its ``with`` block after ``seconds``, as soon as Python code runs again.
+    """Raises `OutOfTimeError` inside the ``with`` block after ``seconds``, as soon as Python code runs again.
 
-    The function works in the main thread only, and its blocks cannot be nested. If the block converts the exception into another
-    one, as a compiler may, `OutOfTimeError` is raised with that one as its cause.
+    The function works in the main thread only, and its blocks cannot be nested. If code in the block converts the exception to
+    another exception, as a compiler may, the block still raises `OutOfTimeError`, with the other exception as its cause.
     """
     over = OutOfTimeError(f"it took more than {seconds:.0f} s")
     is_over = False
@@ -62,15 +62,15 @@ def tune_quickly(keep: bool) -> None:
     Triton's own timing runs a short kernel a thousand times, and overwrites the whole cache before each run.
 
     Args:
-        keep: whether the autotuner's results are kept on disk for later processes. Pass False if other processes use the device
-            meanwhile.
+        keep: whether the autotuner's results are stored on disk for later processes. Pass False if other processes use the device
+            at the same time.
     """
     os.environ.setdefault("FLA_CACHE_RESULTS", str(int(keep)))  # flash-linear-attention reads this variable itself
     try:
         from triton import knobs
         from triton.runtime import autotuner
         from triton.runtime._async_compile import AsyncCompileMode
-    except ImportError:  # another release of Triton, or none: change nothing
+    except ImportError:  # another release of Triton, or no Triton: change nothing
         return
     knobs.autotuning.cache = keep
     run = autotuner.Autotuner.run
@@ -88,12 +88,11 @@ def tune_quickly(keep: bool) -> None:
             known.add(key)
             tuner.__dict__.setdefault("do_bench", _few_times)
             try:
-                # In a copied context, so that Triton's asynchronous compile mode ends even if a time limit interrupts the
-                # compilation.
+                # A time limit may interrupt the compilation. Triton's asynchronous compile mode then ends with this copied context.
                 contextvars.copy_context().run(compile_all, tuner, args, kwargs)
             except OutOfTimeError:
                 raise
-            except Exception as error:  # a configuration fails to compile: the autotuner, which runs next, skips it
+            except Exception as error:  # a configuration does not compile; the autotuner, which runs next, skips it
                 print(f"compiled one after another: {tuner.base_fn.__name__}: {type(error).__name__}: {error}"[:160])
         return run(tuner, *args, **kwargs)
 

@@ -1,11 +1,11 @@
-"""Measures how much host time a call through the public API takes beyond a direct call of the kernel, and how long importing the
+"""Measures how much more host time a call through the public API takes than a direct call of the kernel, and how long importing the
 package takes.
 
     python packages/tokenspeed-kernel/benchmarks/dispatch.py --output packages/tokenspeed-kernel/benchmarks/dispatch.json
 
-Each operator gets a kernel that does nothing, so that only dispatch is measured. Three kinds of calls alternate in short runs
-in one process: the public function, the callable that ``bind`` returns (which still checks values in host memory), and the kernel's
-own function. The figures are differences between the medians over runs.
+Each operator gets a kernel that does nothing, so only dispatch is measured. Three kinds of calls alternate in short runs in one
+process: the public function, the callable that ``bind`` returns (which still checks values in host memory), and the kernel's own
+function. The figures are differences between the medians over runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALLS, RUNS = 500, 401
 def _noop(operator: Any, result: Any = None, name: str = "noop") -> None:
     """Registers a kernel that does nothing and returns ``result``, with the highest priority, for all formats and traits."""
     names = ", ".join(operator.names)
-    kernel = eval(f"lambda {names}: result", {"result": result})  # a lambda of exactly the operator's parameters
+    kernel = eval(f"lambda {names}: result", {"result": result})  # a lambda with exactly the operator's parameters
     spec = KernelSpec(
         f"{name}_{operator.mode}",
         operator.family,
@@ -51,8 +51,8 @@ def _noop(operator: Any, result: Any = None, name: str = "noop") -> None:
 
 
 def _runs(calls: list[Callable[[], None]]) -> list[list[float]]:
-    """Returns, for each callable, the nanoseconds of a call in each run. The callables alternate, so that clock drift affects all
-    of them equally. Each callable makes ``CALLS`` calls."""
+    """Returns, for each callable, the nanoseconds of one call in each run. A callable makes ``CALLS`` calls. The callables
+    alternate, so clock drift affects all of them equally."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(RUNS):
         for call, record in zip(calls, times, strict=True):
@@ -92,8 +92,8 @@ def overhead(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any
 
 
 def decide_again(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, float]:
-    """Returns the median nanoseconds of a call whose kind is not memoised (for example, of new shapes), and of a call that also
-    has to select the kernel again."""
+    """Returns the median nanoseconds of a call whose description is not memoised (for example, with new shapes), and of a call that
+    must also select the kernel again."""
     figures = {}
     for name, forget in (
         ("new_description_ns", function.caller.forget),
@@ -110,8 +110,8 @@ def decide_again(function: Any, positional: tuple[Any, ...], keywords: dict[str,
 
 
 def composed() -> dict[str, float]:
-    """Returns the median nanoseconds of a call of a composed operator, and of the operator's body, which calls the operators that
-    it is composed of one by one. Their kernels do nothing."""
+    """Returns the median nanoseconds of a call of a composed operator, and of a call of its body, which calls the parts one by one.
+    The parts' kernels do nothing."""
     hidden, experts, top_k = 64, 8, 2
     x, residual, weight = torch.zeros(4, hidden), torch.zeros(4, hidden), torch.ones(hidden)
     router, bias = torch.zeros(experts, hidden).t(), torch.zeros(experts)
@@ -151,7 +151,7 @@ def import_cost(repeats: int = 15) -> dict[str, Any]:
         "import torch, time, sys, json; start = time.perf_counter(); import tokenspeed_kernel; "
         "print(json.dumps([(time.perf_counter() - start) * 1e3, 'triton' in sys.modules, torch.cuda.is_initialized()]))"
     )
-    # As in an installed package, Python finds the bytecode on disk. The first run writes the bytecode and is not counted.
+    # Python finds the bytecode on disk, as in an installed package. The first run writes the bytecode, and is not counted.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     rows = []
     with tempfile.TemporaryDirectory() as bytecode:

@@ -36,8 +36,8 @@ _LATENT: dict[str, Any] = {"heads": 128, "head_dim": 576, "kv_lora_rank": 512, "
 _WEIGHTS_ALONE: dict[str, Any] = {"a": "dense", "b": "nvfp4", "layout": "128x4"}
 _BLOCKS: dict[str, Any] = {"a_scale": "block", "b_scale": "block"}
 
-# The cases to measure, by family and operator: names of cases that the operator declares, and further cases. The most important
-# cases come first, because the time limit may end the run.
+# The cases to measure, by family and operator: cases, or names of cases that the operator declares. The most important cases come
+# first, because the time limit may end the run.
 _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
     "linear attention": {
         "gated_delta_rule_prefill": ("qwen3-next 1 x 8192", "qwen3-next 8 x 1024", "kimi linear 1 x 8192", "kimi linear 8 x 1024"),
@@ -175,7 +175,7 @@ def interleaved(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
 
 
 def shapes(families: Sequence[str] = FAMILIES) -> list[Shape]:
-    """Returns all calls of these families: first the first call of each operator, then the second of each, and so on. So every
-    operator has some results if the time limit ends the run. Operators of different families alternate."""
+    """Returns all calls of these families: the first call of each operator, then the second call of each operator, and so on. So
+    every operator has results if the time limit ends the run. Operators of different families alternate."""
     operators = interleaved([[(family, operator) for operator in _MEASURED[family]] for family in families])
     return list(interleaved([list(_calls_of(*each)) for each in operators]))

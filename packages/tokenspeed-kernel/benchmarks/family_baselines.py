@@ -1,8 +1,9 @@
-"""Baselines of other projects for ``measure_families.py``: PyTorch; cuBLAS and cuDNN through PyTorch; and flash-linear-attention.
+"""Baselines of other projects for ``measure_families.py``: PyTorch, cuBLAS and cuDNN through PyTorch, and flash-linear-attention.
 
 Each baseline is declared with `tokenspeed_kernel.workbench.benchmark.baseline`. The declared function is the baseline's setup for a
-call, and is not timed. It prepares what an inference engine prepares once rather than at every call: contiguous operands, int64
-offsets, plans. It returns the function to time, in an `InForm` if the result has another form than the operator's.
+call, and is not timed. The setup prepares what an inference engine prepares once instead of at every call: contiguous operands,
+int64 offsets, plans. The setup returns the function to time. The function is an `InForm` if its result has another form than the
+operator's.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class InForm:
 
 
 def refuse_unless(holds: bool, what: str) -> None:
-    """Raises `Unsupported` unless the baseline supports the arguments. A baseline that ignored an argument would be timed on less
-    work.
+    """Raises `Unsupported` unless the baseline supports the arguments. If a baseline ignored an argument, it would be timed with
+    less work.
 
     Args:
         holds: whether the baseline supports the arguments.
@@ -52,7 +53,8 @@ _FLA = "flash-linear-attention"
 
 
 def _delta_rule(g: Tensor, q: Tensor, of_head: str, of_channel: str) -> Callable[..., Any]:
-    """Returns the function of flash-linear-attention for gates ``g`` per head or per channel. The names of both are given."""
+    """Returns flash-linear-attention's function for the gates ``g``. ``of_head`` and ``of_channel`` are the functions' names for
+    gates per head and per channel."""
     module, name = ("fla.ops.kda", of_channel) if g.dim() == q.dim() else ("fla.ops.gated_delta_rule", of_head)
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
@@ -111,9 +113,9 @@ def fla_rmsnorm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activ
 def chosen_as_defined(scores: Tensor, lengths: Tensor, chosen: Tensor) -> Tensor:
     """Converts the positions that a baseline chose, in any order, into the result of `top_k_indices`.
 
-    Where several positions have the smallest score that is chosen, a baseline may choose others of them than the operator. If the
-    scores at the baseline's positions are the largest ones, the result has the positions that the operator would choose. Negative
-    positions, and positions whose score is -inf, are dropped.
+    If several positions have the smallest chosen score, a baseline may choose other positions than the operator. If the scores at
+    the baseline's positions are the largest scores, the result has the positions that the operator would choose. Negative
+    positions, and positions whose score is -inf, become -1.
     """
     keys, top_k = scores.shape[1], chosen.shape[1]
     shown = scores.masked_fill(torch.arange(keys, device=scores.device) >= lengths.unsqueeze(1), -torch.inf)
@@ -141,7 +143,7 @@ def torch_topk(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
 def torch_sampling(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor, out_dtype: torch.dtype
 ) -> Call:
-    """Samples with several PyTorch functions, on each row's top-k tokens only, with the random numbers that the operator
+    """Samples with several PyTorch functions from each row's top-k tokens. The random numbers are those that the operator
     specifies.
     """
     most, limited = int(top_k.max()), int(top_k.min()) > 0
@@ -187,8 +189,8 @@ def torch_max(logits: Tensor, first_token: int) -> Call:
 
 @baseline("gemm.mm", name="cuBLAS, bfloat16", setup=True)
 def bfloat16_gemm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, alpha: Tensor | None) -> Call:
-    """Multiplies the same matrices in bfloat16. The setup dequantises them, so the timed call reads more bytes and dequantises
-    nothing."""
+    """Multiplies the dequantised matrices in bfloat16. The setup dequantises them, so the timed call reads more bytes, but does not
+    dequantise."""
     refuse_unless(a_scale is not None or b_scale is not None, "these are dense")
     wide_a, wide_b = decode_operands("mm", a, b, a_scale, b_scale)
     factor = 1.0 if alpha is None else float(alpha)

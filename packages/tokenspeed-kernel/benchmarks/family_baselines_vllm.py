@@ -1,10 +1,10 @@
 """vLLM's kernels for ``measure_families.py``: its Triton kernels for Mamba layers, its operators, and the FlashMLA, DeepGEMM
 and FlashAttention-3 that it ships.
 
-The kernels come from an installed vLLM 0.26, or from one in a folder that ``--site`` names. Importing the package ``vllm`` takes
-many seconds and sets options of PyTorch. The modules with kernels do not need that import, so `_installed` skips it. The Triton
-kernels import a few other modules of vLLM. `stand_in` replaces these modules, so that the kernels' files may also be copies in a
-folder without vLLM.
+The kernels come from an installed vLLM 0.26, or from a vLLM in a folder that ``--site`` names. Importing the package ``vllm`` takes
+many seconds and sets options of PyTorch. The modules with kernels do not need this import, so `_installed` skips it. The Triton
+kernels import a few other modules of vLLM. `stand_in` replaces these modules, so copies of the kernels' files in a folder are
+enough.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAMBA = "vllm.model_executor.layers.mamba.ops"
 
 
 class _Nothing:
-    """A stand-in for vLLM's platform, environment or logger: every method returns False."""
+    """A stand-in for vLLM's platform, custom operators or logger: every method returns False."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: False
@@ -45,8 +45,8 @@ class _Nothing:
 def stand_in(folder: Path) -> Iterator[None]:
     """Inside the ``with`` block, replaces the modules of vLLM that vLLM's Triton kernels for Mamba import.
 
-    So the kernels' files can be copies in ``folder``, without vLLM. On exit all replacements are removed, so that an installed
-    vLLM can still be imported.
+    So the kernels can be imported from copies of their files in ``folder``, without vLLM. At the end of the block all replacements
+    are removed, so an installed vLLM can still be imported.
     """
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("vllm", "einops")}
     triton = importlib.import_module("triton")
@@ -89,15 +89,15 @@ def stand_in(folder: Path) -> Iterator[None]:
 
 
 def _rearranged(x: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """Replaces einops.rearrange for the two patterns that vLLM's Mamba kernels use: merging the last two axes, and splitting the
-    last axis."""
+    """Replaces einops.rearrange for the two patterns that vLLM's Mamba kernels use: one merges the last two axes, the other splits
+    the last axis."""
     return x.flatten(-2) if "(p n)" in pattern.partition("->")[2] else x.view(*x.shape[:-1], -1, sizes["n"])
 
 
 @functools.cache
 def _mamba() -> Mapping[str, ModuleType]:
-    """Returns the modules with vLLM's Triton kernels for Mamba, by name. All are imported at once, because the stand-ins for
-    modules of vLLM are removed afterwards."""
+    """Returns the modules with vLLM's Triton kernels for Mamba, by name. All are imported at the first call, because the stand-ins
+    for vLLM's other modules are removed afterwards."""
     names = ("causal_conv1d", "mamba_ssm", "ssd_combined")
     within = "/".join(_MAMBA.split("."))
     places = [place for folder in sys.path for place in (Path(folder), Path(folder) / within)]
@@ -112,8 +112,8 @@ _FAILED: dict[str, str] = {}
 
 
 def _installed(name: str) -> Any:
-    """Imports a module of vLLM that needs PyTorch only, without vLLM's own ``__init__``. A module that failed once is not tried
-    again."""
+    """Imports a module of vLLM that needs only PyTorch, without vLLM's own ``__init__``. If an import fails, later calls raise the
+    recorded error without another attempt."""
     if name in _FAILED:
         raise ImportError(_FAILED[name])
     if "vllm" not in sys.modules:
@@ -125,7 +125,7 @@ def _installed(name: str) -> Any:
         sys.modules["vllm"] = bare
     try:
         return importlib.import_module(name)
-    except Exception as error:  # any error: the release may not fit this PyTorch
+    except Exception as error:  # any error may occur, because the release may not match this PyTorch
         _FAILED[name] = f"{type(error).__name__}: {error}"
         raise
 
@@ -139,12 +139,12 @@ def _operators(module: str = "_C_stable_libtorch", namespace: str = "_C") -> Any
 # -- Mamba -------------------------------------------------------------------------------------------------------------------------
 
 
-_CONV_ROWS = 8  # tokens that one program of vLLM's convolution computes
+_CONV_ROWS = 8  # tokens that one CTA of vLLM's convolution computes
 
 
 def _programs(lengths: Sequence[int], rows: int, device: torch.device) -> dict[str, Any]:
-    """Returns the sequence and the chunk of each program of vLLM's convolution: metadata that vLLM makes once per decode step or
-    prefill.
+    """Returns the metadata of vLLM's convolution, which vLLM makes once per decode step or prefill: the sequence and the chunk of
+    each CTA.
 
     Args:
         lengths: number of tokens of each sequence.
@@ -177,7 +177,7 @@ def conv_prefill(
 def conv_decode(
     x: Tensor, weight: Tensor, states: Tensor, state_slots: Tensor, bias: Tensor | None, activation: str | None
 ) -> Call:
-    """vLLM's convolution overwrites its input, so it gets a copy of ``x``."""
+    """vLLM's convolution overwrites its input, so the setup passes a copy of ``x``."""
     refuse_unless(x.shape[1] == 1, "measured on one token a sequence")
     function, first = _mamba()["causal_conv1d"].causal_conv1d_update, x[:, 0].clone()
     call = functools.partial(function, first, states.transpose(1, 2), weight, bias, activation, state_slots, null_block_id=-1)
@@ -189,7 +189,8 @@ def ssd_decode(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: Tensor, state_slots: Tensor, D: Tensor | None,
     z: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float,
 ) -> Call:  # fmt: skip
-    """vLLM's kernel cannot limit step sizes, so it gets the step sizes after bias, softplus and limits."""
+    """vLLM's kernel cannot limit step sizes. So the setup applies bias, softplus and limits, and passes the resulting step
+    sizes."""
     refuse_unless(x.shape[1] == 1 and D is not None, "measured on one token a sequence, with D")
     assert D is not None
     heads, dim, width = *x.shape[2:], B.shape[-1]
@@ -248,7 +249,7 @@ def flash_mla(
     q: Tensor, kv_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, max_seqlen_k: int, kv_lora_rank: int,
     softmax_scale: float, q_scale: Tensor | None, kv_scale: Tensor | None,
 ) -> Call:  # fmt: skip
-    """FlashMLA needs a plan, which an engine makes once per decode step. Here a first, untimed call makes the plan. For fp8, vLLM
+    """FlashMLA needs a plan, which an engine makes once per decode step. Here an untimed first call makes the plan. For fp8, vLLM
     has a separate compiled module."""
     refuse_unless(q.dtype == kv_cache.dtype and kv_cache.shape[1] == 64, "q and cache of one dtype, in pages of 64")
     refuse_unless(kv_lora_rank == 512 and q.shape[2] == 576, "a latent of 512 and a rotary part of 64")
@@ -276,8 +277,8 @@ def flash_mla_sparse(
     q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank: int, softmax_scale: float, topk_length: Tensor | None,
     kv_scale_cache: Tensor | None, rope_cache: Tensor | None,
 ) -> Call:  # fmt: skip
-    """The number of heads must be a multiple of 64, so heads are padded, as in vLLM. Caches with 656 bytes per token have a
-    separate function, whose plan a first, untimed call makes."""
+    """The number of heads must be a multiple of 64, so heads are padded, as in vLLM. For caches with 656 bytes per token, FlashMLA
+    has a separate function. An untimed first call makes its plan."""
     refuse_unless(kv_lora_rank == 512 and q.shape[2] == 576, "a latent of 512 and a rotary part of 64")
     module, heads = _flash_mla(), q.shape[1]
     padded = torch.nn.functional.pad(q, (0, 0, 0, -heads % 64))
@@ -304,8 +305,8 @@ def _deep_gemm() -> Any:
 
 
 def _seen(lengths: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
-    """Returns a function that converts DeepGEMM's scores into the operator's result. DeepGEMM leaves scores at positions that a
-    token does not see unwritten; these become -inf. ``lengths``: the number of positions that each token sees."""
+    """Returns a function that converts DeepGEMM's scores into the operator's result. DeepGEMM does not write scores at positions
+    that a token does not see; these scores become -inf. ``lengths``: the number of positions that each token sees."""
 
     def form(found: Any) -> tuple[Tensor, Tensor]:
         hidden = torch.arange(found.shape[1], device=found.device) >= lengths.unsqueeze(1)
@@ -318,8 +319,8 @@ def _seen(lengths: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
 def paged_scores(
     q: Tensor, k_cache: Tensor, weights: Tensor, page_table: Tensor, cache_seqlens: Tensor, k_scale_cache: Tensor | None
 ) -> Call:
-    """In DeepGEMM's cache, each page has its keys followed by their scales. The caches of the operator's cases are stored like
-    this, too."""
+    """In DeepGEMM's cache, each page has its keys followed by their scales. The caches of the operator's cases have this layout,
+    too."""
     refuse_unless(k_scale_cache is not None, "fp8 only")
     module = _deep_gemm()
     pages, page_size, dim = k_cache.shape
@@ -378,8 +379,8 @@ def vllm_top_k_of_decode(scores: Tensor, top_k: int, lengths: Tensor | None) -> 
 def _flash_attention_3(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scales: Mapping[str, Tensor | None], **options: Any
 ) -> Call:
-    """Returns a call of FlashAttention-3 for prefill: each sequence attends to itself. For fp8 inputs the output is bfloat16, as
-    the operator's."""
+    """Returns a call of FlashAttention-3 for prefill: each sequence attends to itself. For fp8 inputs the output is bfloat16, like
+    the operator's output."""
     function = _installed("vllm.vllm_flash_attn.flash_attn_interface").flash_attn_varlen_func
     shape, longest = (len(cu_seqlens) - 1, k.shape[1]), int(cu_seqlens.diff().max())
     given = {name: scale.reshape(-1).expand(shape).contiguous() for name, scale in scales.items() if scale is not None}
@@ -411,7 +412,7 @@ def flash_attention_expanded(
 
 @baseline("gemm.mm", name="DeepGEMM", setup=True, package="vllm")
 def deep_gemm_mm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
-    """Runs DeepGEMM's fp8 GEMM for blocks of 128 with float32 scales. The setup stores the scales of ``a`` column-major, as
+    """Runs DeepGEMM's fp8 GEMM with float32 scales of blocks of 128. The setup stores the scales of ``a`` column-major, as
     DeepGEMM's own quantisation writes them."""
     refuse_unless(a_scale is not None and b_scale is not None and a.dtype == b.dtype == torch.float8_e4m3fn, "fp8 with scales")
     assert a_scale is not None
@@ -430,7 +431,7 @@ def deep_gemm_mm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor |
 
 
 def _quantised(x: Tensor, width: int, quantization: Quantization) -> tuple[Tensor, Tensor]:
-    """Returns uninitialised tensors for the fp8 elements of a quantised result, and for its scales.
+    """Returns two uninitialised tensors, for the fp8 elements and for the scales of a quantised result.
 
     Args:
         x: the operator's input; the result has as many rows.
@@ -446,7 +447,7 @@ def _quantised(x: Tensor, width: int, quantization: Quantization) -> tuple[Tenso
 
 @baseline("norm.rmsnorm_quantize", name="vLLM", setup=True, package="vllm")
 def rmsnorm_quantised(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantization: Quantization) -> Call:
-    """vLLM's kernel overwrites the residual with the sum, so it gets a copy of the residual."""
+    """vLLM's kernel overwrites the residual with the sum, so the setup passes a copy of the residual."""
     out, scale = _quantised(x, x.shape[-1], quantization)
     total = None if residual is None else residual.clone()
     given, operators = (out, x, weight, scale, eps, None, total), _operators()

@@ -1,24 +1,25 @@
-"""Measures every family of operators at the sizes of real models, and the best available baselines, on one GPU within a time limit.
+"""Measures every family of operators and the best available baselines at the sizes of real models, on one GPU and within a time
+limit.
 
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --site FOLDER --check --output sampling.json
 python packages/tokenspeed-kernel/benchmarks/table.py  # prints the report's tables
 
-Measures every eligible kernel, and every baseline of ``family_baselines.py`` and ``family_baselines_vllm.py`` that can be imported;
-``--site`` adds folders to Python's search path. Each result is first compared with that of the operator's reference, or with that
-of the first kernel if the reference takes too long; ``checked`` tells with which. A kernel or baseline whose result is beyond the
-tolerance is not timed.
+The script measures every eligible kernel, and every baseline of ``family_baselines.py`` and ``family_baselines_vllm.py`` that can
+be imported; ``--site`` adds folders to Python's search path. Each result is first compared with the result of the operator's
+reference. If the reference takes too long, results are compared with the first kernel's. ``checked`` in the report names what a
+result was compared with. A kernel or baseline whose result is beyond the tolerance is not timed.
 
-The calls are timed in a CUDA graph of several calls, which use different copies of the arguments in turn. The copies together are
-more than twice as large as the L2 cache, so caches are cold for each call. Caches are not flushed by writes, because calls would
-then have to write back dirty lines. The graphs of all kernels and baselines alternate. The reported time is one call's median over
-all rounds.
+A CUDA graph of several calls is timed. The calls use different copies of the arguments in turn. The copies together are more than
+twice as large as the L2 cache, so caches are cold for each call. Caches are not flushed by writes, because the timed calls would
+then have to write back dirty lines. The graphs of all kernels and baselines alternate. The reported time is that of one call: the
+median over all rounds.
 
-Operators alternate, so that each operator has results if ``--seconds`` ends the run. Baselines that tune themselves get
-``--baseline-seconds`` for their first call; their tuning results stay in Triton's cache. ``--check`` compiles and checks, but
-does not time, and keeps no tuning results, because other processes may use the device meanwhile. ``--checked`` reads a report that
-``--check`` wrote for the same commit, and skips the checks that passed there. So families can be checked in parallel and measured
-one after another. The roofline is measured last.
+Operators alternate, so each operator has results if ``--seconds`` ends the run. Baselines that tune themselves get
+``--baseline-seconds`` for their first call; their tuning results stay in Triton's cache. ``--check`` compiles and checks, but does
+not time. It stores no tuning results, because other processes may use the device at the same time. ``--checked`` reads a report
+that ``--check`` wrote for the same commit, and skips the checks that passed there. So families can be checked in parallel and
+measured one after another. The roofline is measured last.
 """
 
 from __future__ import annotations
@@ -69,17 +70,17 @@ from tokenspeed_kernel_base.storage import replace_file
 Call = Callable[[], Any]
 Arguments = dict[str, Any]
 
-# Calls read at least _TOUCHED bytes before they use a copy of the arguments again (an H200's L2 cache has 50 MB). There are at most
-# _COPIES copies of the arguments, with at most _COPIED_BYTES bytes together.
+# The calls between two uses of a copy of the arguments touch at least _TOUCHED bytes (an H200's L2 cache has 50 MB). There are at
+# most _COPIES copies, with at most _COPIED_BYTES bytes together.
 _TOUCHED, _COPIES, _COPIED_BYTES = 130e6, 384, 30 << 30
-# Microseconds that one replay of a graph takes at least, so that the launch of the graph is negligible.
+# The minimum duration of a graph's replay in microseconds. The launch of such a graph is negligible.
 _GRAPH_US = 1500.0
 # The time limit of a reference, in seconds.
 _CHECK_S = 5.0
 # The relative errors of results that passed the check in earlier runs, by operator, case and kernel.
 Known = Mapping[tuple[str, str, str], float]
 
-# With less than this many seconds left, no further call is measured.
+# If fewer seconds than this are left, no further call is measured.
 _LEAST_S = 1.0
 
 
@@ -91,7 +92,8 @@ class Implementation:
         who: the kernel's declaration, or the baseline.
         status: the outcome so far, see `Row`.
         error: the largest relative error of an output, see `relative_error`; None if unknown or not finite.
-        checked: what the results were compared with: "reference", or a kernel's name; "before" if they passed in a ``--check`` run.
+        checked: what the results were compared with: "reference", or a kernel's name. "before" if they passed the check in a
+            ``--check`` run.
     """
 
     who: KernelSpec | Baseline
@@ -122,11 +124,11 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """The time that measurements may take.
 
     Attributes:
         rounds: rounds of timing; 0 to check outputs only.
-        budget_s: seconds of timing one kernel or baseline in one round.
+        budget_s: seconds for timing one kernel or baseline in one round.
         baseline_s: seconds that a baseline may take for its first call.
         end: when to stop, in seconds of `time.monotonic`.
     """
@@ -157,8 +159,8 @@ def implementations(op: Operator[Any, Any], arguments: Arguments, without: str) 
 
 @dataclass(frozen=True)
 class Expected:
-    """The outputs that a call must have, and the expected contents of its mutated arguments after the call. ``by``: what computed
-    them, "reference" or a kernel's name.
+    """The outputs that a call must have, and the contents that its mutated arguments must have after the call. ``by``: what
+    computed these values, "reference" or a kernel's name.
     """
 
     outputs: list[Tensor]
@@ -188,9 +190,9 @@ def check(op: Operator[Any, Any], implementation: Implementation, arguments: Arg
     """Compares the result ``got`` of a kernel or baseline with the expected one, and records error and status in
     ``implementation``.
 
-    A kernel's mutated arguments are compared, too. A baseline's are not, because it may write elsewhere, unless the operator has no
-    outputs. Only the relative error of a whole tensor is checked, because among millions of elements some may exceed the
-    tolerance for single elements. `verify` checks single elements.
+    A kernel's mutated arguments are compared, too. A baseline's mutated arguments are compared only if the operator has no outputs,
+    because a baseline may write elsewhere. Only the relative error of a whole tensor is checked, because among millions of elements
+    some may exceed the tolerance for single elements. `verify` checks single elements.
     """
     implementation.checked = expected.by
     if len(as_list(got)) != len(expected.outputs):
@@ -224,7 +226,8 @@ def _synchronize(device: torch.device) -> None:
 
 
 def expected_of(op: Operator[Any, Any], arguments: Arguments, seconds: float) -> Expected | None:
-    """Runs the reference on copies of the arguments. None if it takes longer than ``seconds`` or does not fit into memory."""
+    """Runs the reference on copies of the arguments. Returns None if the reference takes longer than ``seconds`` or runs out of
+    memory."""
     twin = copy.deepcopy(arguments)
     try:
         with within(seconds), torch.no_grad():
@@ -239,8 +242,8 @@ def expected_of(op: Operator[Any, Any], arguments: Arguments, seconds: float) ->
 
 
 def copies_of(op: Operator[Any, Any], arguments: Arguments, touched: float) -> list[Arguments]:
-    """Returns the arguments and copies of them, for calls to use in turn. There are enough copies that calls touch `_TOUCHED` bytes
-    before they use a copy again, if memory allows. ``touched``: the bytes that one call touches."""
+    """Returns the arguments and copies of them, which calls use in turn. If memory allows, there are so many copies that calls
+    touch `_TOUCHED` bytes before they use a copy again. ``touched``: the bytes that one call touches."""
     held = sum(nbytes(tensor) for _, tensor in tensor_arguments(op.parameters, arguments))
     count = min(1 + math.ceil(_TOUCHED / max(touched, 1.0)), _COPIES, max(2, int(_COPIED_BYTES // max(held, 1))))
     return [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))]
@@ -248,8 +251,8 @@ def copies_of(op: Operator[Any, Any], arguments: Arguments, touched: float) -> l
 
 def prepare(op: Operator[Any, Any], implementation: Implementation, copies: Sequence[Arguments], device: torch.device) -> None:
     """Captures a kernel's or baseline's calls on the copies of the arguments in a CUDA graph. On a CPU there are no graphs, and
-    only the call on the first copy is timed. The results of one call per copy are kept alive, so that these calls write to
-    different memory.
+    only the call on the first copy is timed. The results of one call per copy are kept alive, so these calls write to different
+    memory.
     """
     kept: list[Any] = [None] * len(copies)
 
@@ -279,8 +282,8 @@ def add_round(implementation: Implementation, device: torch.device, budget_s: fl
 def measure(
     shape: Shape, device: torch.device, effort: Effort, without: str = "", known: Known = MappingProxyType({})
 ) -> tuple[list[Implementation], Any]:
-    """Measures all eligible kernels and all baselines on one call. Returns them and the call's cost. Kernels and baselines in
-    ``known`` are not checked again."""
+    """Measures all eligible kernels and all baselines on one call. Returns the measurements and the call's cost. Kernels and
+    baselines in ``known`` are not checked again."""
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case.build(device))
     cost = op.cost_of(arguments)
@@ -317,7 +320,7 @@ def measure(
         for each in who[index % len(who) :] + who[: index % len(who)]:
             each.guarded(functools.partial(add_round, each, device, effort.budget_s))
     for each in who:
-        each.replay = None  # graphs hold memory that measuring the next call needs
+        each.replay = None  # the measurement of the next call needs the memory that graphs hold
     return who, cost
 
 
@@ -325,11 +328,12 @@ def measure(
 
 
 def rows_of(shape: Shape, who: Iterable[Implementation], cost: Any) -> Iterator[dict[str, Any]]:
-    """Yields a report's row for each kernel and baseline that was measured on a call: the fields of a workbench `Row`, the call's
-    family, the relative error, and whether it is a baseline."""
+    """Yields a row of the report for each kernel and baseline that was measured on a call. A row has the fields of a workbench
+    `Row`, the call's family, the relative error, and whether the row is a baseline's."""
     for each in who:
         baseline, version = isinstance(each.who, Baseline), ""
-        if isinstance(each.who, Baseline) and each.who.package:  # a package in a folder may only have __version__
+        # A package that consists of files in a folder has no metadata, but may have __version__.
+        if isinstance(each.who, Baseline) and each.who.package:
             version = each.who.version or getattr(sys.modules.get(each.who.name), "__version__", "")
         operator, solution = str(get_operator(shape.operator)), each.who.solution
         known = Row(each.who.name, operator, shape.case.name, each.status, each.reason, solution=solution, version=version)
@@ -340,7 +344,7 @@ def rows_of(shape: Shape, who: Iterable[Implementation], cost: Any) -> Iterator[
 
 
 def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a line to print for a call: the time of each kernel and baseline, or why it has no time."""
+    """Returns a line to print for a call: the time of each kernel and baseline, or the reason why there is no time."""
     said = []
     for row in rows:
         name = row["solution"]
@@ -355,8 +359,8 @@ def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def document(rows: Sequence[Mapping[str, Any]], report: Report, unmeasured: Sequence[Shape]) -> dict[str, Any]:
-    """Returns a workbench report that `load_report` reads. Its rows have additional values, and ``unmeasured`` lists the calls that
-    the time limit left out."""
+    """Returns a report that the workbench's `load_report` can read. Its rows have additional values. ``unmeasured`` lists the calls
+    that the time limit left out."""
     return {**report.to_dict(), "rows": list(rows), "unmeasured": [shape.name for shape in unmeasured]}
 
 
@@ -421,7 +425,7 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
             break
         try:
             who, cost = measure(shape, device, effort, given.without, known)
-        except (RuntimeError, ValueError, TypeError) as error:  # for example, the arguments do not fit into memory
+        except (RuntimeError, ValueError, TypeError) as error:  # for example, the arguments exceed the memory
             print(f"{shape.name[:76]} | not measured: {type(error).__name__}: {str(error)[:90]}", flush=True)
         else:
             unmeasured.remove(shape)

@@ -1,10 +1,11 @@
-"""Measures how often ``bench --compare`` finds a kernel as fast as itself, and slower with an artificial 5% slowdown. Needs a GPU.
+"""Measures how often ``bench --compare`` gives the right verdict: "no difference" between two measurements of one kernel, and
+"slower" for the kernel with an artificial slowdown of 5%. Needs a GPU.
 
     python packages/tokenspeed-kernel/benchmarks/planted.py --output planted.json
 
-There are two kernels: a memory-bound one, timed by events, and a compute-bound one, timed in a CUDA graph. Each kernel is compared
-with itself, and with itself followed by a wait on the device that makes a call 5% slower. The length of the wait is calibrated
-first. The program prints how often the verdict was right.
+There are two kernels: a memory-bound kernel that is timed by events, and a compute-bound kernel that is timed in a CUDA graph. Each
+kernel is compared with itself, and with a version that is followed by a wait on the device, which makes a call 5% slower. The
+length of the wait is calibrated first. The program prints how often the verdict was right.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SUBJECTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 class Planted:
-    """A registered kernel that is registered again under another name, with an optional wait on the device after each call."""
+    """A copy of a registered kernel, registered under another name, with an optional wait on the device after each call."""
 
     def __init__(self, name: str, case: str, device: torch.device, options: dict[str, Any]) -> None:
         registry = KernelRegistry.get()
@@ -68,7 +69,8 @@ class Planted:
         return Report(self.metadata, tuple(rows_of([measurement])), None, self.method)
 
     def calibrated(self) -> int:
-        """Returns the clock cycles of the wait that, together with the launch of the wait, makes a call SLOWDOWN slower."""
+        """Returns the length of the wait, in clock cycles, that makes a call slower by the fraction SLOWDOWN. The launch of the
+        wait counts, too."""
         base = self.measured(0)
         timing = base.rows[0].timing
         assert timing is not None

@@ -1,12 +1,12 @@
-"""Times the operators that send rows between the GPUs of one machine, against NCCL.
+"""Times the operators that send rows between the GPUs of one machine, and NCCL as the baseline.
 
 python packages/tokenspeed-kernel/benchmarks/rows_between_gpus.py --ranks 2 --json
 packages/tokenspeed-kernel/benchmarks/h200_rows_between_gpus.json
 
-Every rank has the given number of rows. `moe_dispatch` followed directly by `moe_combine` is compared with two all-to-alls, in
-which every rank sends that many rows to each rank. The operators' results are first compared with the references'. As in
-`all_reduce.py`, 20 calls are captured into a CUDA graph, and the reported time is one call's median over replays, on the slowest
-rank.
+The number of rows is that of each rank's input. `moe_dispatch` followed directly by `moe_combine` is compared with two all-to-alls,
+in which every rank sends this number of rows to each rank. The operators' results are first compared with the references' results.
+As in `all_reduce.py`, 20 calls are captured into a CUDA graph, and the reported time is that of one call: the median over replays,
+on the slowest rank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(
 
 
 class Inputs:
-    """The operands of this rank: tokens with their experts and weights, and rows for all ranks."""
+    """The operands of this rank: tokens with their experts and routing weights, and rows to send to all ranks."""
 
     def __init__(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> None:
         generator = torch.Generator(device).manual_seed(rows * group.world_size + group.rank)
@@ -75,7 +75,8 @@ Implementation = tuple[str, str, Callable[[], Any], Callable[[], Tensor] | None]
 
 
 def implementations(i: Inputs) -> Iterator[Implementation]:
-    """Yields implementations: the operator, the implementation's name, the call, and the reference call for comparison or None."""
+    """Yields the implementations. Each is the operator, the implementation's name, a call of it, and a call of the reference to
+    compare with, or None."""
     library, reference = dist.get_backend(), {"solution": "reference"}
     yield "moe_dispatch, moe_combine", f"{library}, two all-to-alls", i.two_all_to_alls, None
     yield "moe_dispatch, moe_combine", "chosen", i.there_and_back, functools.partial(i.there_and_back, **reference)
@@ -94,7 +95,7 @@ def _outcome(call: Callable[[], Any], reference: Callable[[], Tensor] | None, ca
     exact = None
     if reference is not None:
         wanted, got = reference(), call()
-        # The allowed difference. The result may be a sum over the ranks, which is rounded once, or once per rank.
+        # The allowed difference. A sum over the ranks may be rounded once, or once per rank.
         slack = 2 * dist.get_world_size() * torch.finfo(x.dtype).eps * float(wanted.abs().max())
         if max(between.everywhere(float((got.float() - wanted.float()).abs().max()))) > slack:
             return {"us": None, "best_us": None, "exact": False, "skipped": False, "reason": "wrong"}

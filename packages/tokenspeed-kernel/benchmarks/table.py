@@ -17,29 +17,30 @@ from tokenspeed_kernel_base.ops.quantization.aliases import ALIASES
 
 HERE = Path(__file__).parent
 
-# Beginnings of the names of kernels that may be compute-bound, for which tables show TFLOP/s. All other kernels are memory-bound.
+# Tables show TFLOP/s for kernels that may be compute-bound, whose names begin with one of these. All other kernels are
+# memory-bound.
 COMPUTING = ("triton_mha_prefill", "triton_mha_extend", "triton_mla", "triton_moe_apply", "triton_mm", "triton_bmm")
-# A kernel, and a pattern of cases that tables leave out, because another kernel is selected for them: weights prepared as MXFP4
-# have a separate kernel, and dense GEMMs run in PyTorch.
+# Kernels, each with a pattern of cases. Tables leave out a kernel's rows for these cases, because selection prefers another kernel:
+# weights prepared as MXFP4 have a separate kernel, and dense GEMMs run in PyTorch.
 ELSEWHERE = (
     ("triton_moe_apply", r"^gpt-oss-120b (decode|prefill)(?!.*bfloat16)"),
     ("triton_mm_dense", ""),
     ("triton_bmm_dense", ""),
 )
-# Tables leave out cases that take less than SHORTEST_US, because they test correctness, not speed. Calls of a decode step, whose
-# names match DECODING, are shown nevertheless.
+# Tables leave out cases that take less than SHORTEST_US microseconds, because such cases test correctness, not speed. Calls of a
+# decode step, whose names match DECODING, are shown nevertheless.
 SHORTEST_US, DECODING = 20.0, r"decode (1|4|64)\b|64 rows of 2880|full layer 1 x 1024|sliding layer 64 x"
 
 
 def kernels(report: dict[str, Any]) -> str:
-    """Returns the Markdown of a report of ``bench``: the device, the command, and a table per family of operators with a row per
-    case that is large or of a decode step."""
+    """Returns the Markdown for a report of ``bench``: the device, the command, and a table per family of operators. The tables have
+    one row per case that is large or is a call of a decode step."""
     metadata, roofline = report["metadata"], report["roofline"]
     driver = f"driver {metadata['driver']}, " if metadata["driver"] else ""
     copy, read = roofline["copy_gb_per_s"] / 1e3, roofline["read_gb_per_s"] / 1e3
     bf16_tflops = (
         roofline["bf16_tflops"] if "bf16_tflops" in roofline else roofline["tflops"]["bfloat16"]
-    )  # the first form is that of reports before format 2
+    )  # reports before format 2 have the key bf16_tflops
     lines = [
         f"{metadata['device']}, {driver}torch {metadata['torch']}, Triton {metadata['triton']}. It copies {copy:.2f} TB/s, reads "
         f"{read:.2f} TB/s and multiplies bfloat16 matrices at {bf16_tflops:.0f} TFLOP/s. Medians, cold caches, in a "
@@ -75,7 +76,7 @@ def _three_digits(value: float) -> str:
 
 
 def calls(report: dict[str, Any]) -> str:
-    """Returns the Markdown of a report of ``dispatch.py``: how much longer a public call takes than the kernel, and how long
+    """Returns the Markdown for a report of ``dispatch.py``: how much longer a public call takes than the kernel, and how long
     importing the package takes."""
     metadata, rows = report["metadata"], report["overhead"]
     once = [row["new_description_ns"] / 1e3 for row in rows.values()]
@@ -100,7 +101,7 @@ class Figures(NamedTuple):
     Attributes:
         family, operator, case: names of the call's family, operator and case.
         ours: the report's row of this project's fastest kernel.
-        others: median times of the other kernels and of the baselines, by name.
+        others: median times of this project's other kernels and of the baselines, by name.
         ratio: the fastest baseline's time divided by that of ``ours``; None without a baseline.
     """
 
@@ -125,7 +126,7 @@ class Figures(NamedTuple):
 
 
 def renamed(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row of an older report with the present names of its operator and case."""
+    """Replaces the names of operator and case in a row of an older report by their present names."""
     family, _, old = row["operator"].partition(".")
     if old not in ALIASES:
         return row
@@ -135,7 +136,7 @@ def renamed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figures(report: dict[str, Any]) -> Iterator[Figures]:
-    """Yields the figures of each call that a kernel was timed on, by family in the order of the report."""
+    """Yields the figures of each call on which a kernel was timed. Families are in the order of the report."""
     order = list(dict.fromkeys(row["family"] for row in report["rows"]))
     rows = sorted(map(renamed, report["rows"]), key=lambda row: (order.index(row["family"]), row["operator"], row["case"]))
     for (family, operator, case), found in groupby(rows, lambda row: (row["family"], row["operator"], row["case"])):
@@ -166,7 +167,7 @@ def _measured_on(report: dict[str, Any]) -> str:
 
 
 def families(report: dict[str, Any]) -> str:
-    """Returns the Markdown of a report of ``measure_families.py``: a table per family, with a row per call."""
+    """Returns the Markdown for a report of ``measure_families.py``: a table per family, with a row per call."""
     lines = [_measured_on(report), "", f"`{report['metadata']['command']}`"]
     for family, found in groupby(_figures(report), lambda each: each.family):
         lines += ["", f"### {family[0].upper()}{family[1:]}", ""]
@@ -178,8 +179,8 @@ def families(report: dict[str, Any]) -> str:
 
 
 def operators(report: dict[str, Any]) -> str:
-    """Returns the Markdown of a report of ``measure_families.py``: a table with a row per operator. The row has the operator's
-    longest call, and the range of the ratios between the fastest baseline's time and the kernel's."""
+    """Returns the Markdown for a report of ``measure_families.py``: a table with a row per operator. A row has the operator's
+    longest call, and the range of the ratios of the fastest baseline's time to the time of this project's fastest kernel."""
     lines = [_measured_on(report), ""]
     lines += ["| operator | longest call | µs | TB/s | TFLOP/s | best baseline / ours |", "|---|---|--:|--:|--:|--:|"]
     for operator, found in groupby(sorted(_figures(report), key=lambda each: each.operator), lambda each: each.operator):

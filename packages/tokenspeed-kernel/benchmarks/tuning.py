@@ -1,11 +1,11 @@
-"""Measures how much faster calls are with tuned kernels and configurations, at twelve shapes of GPT-OSS 120B. Needs a GPU.
+"""Measures how much faster tuned kernels and configurations are than untuned ones, at twelve shapes of GPT-OSS 120B. Needs a GPU.
 
     python packages/tokenspeed-kernel/benchmarks/tuning.py --output tuning.json
 
-Every shape is tuned, starting without tuned results. Then the kernel and configuration that tuning chose, and those that run
-without tuned results, are measured again, alternating, on the same inputs and in CUDA graphs as in tuning. The times from tuning
-are not used, because the fastest of many measurements is partly fastest by chance. If both are the same kernel and configuration,
-the ratio of their times shows the noise.
+Every shape is tuned, starting without tuned results. Then two candidates are measured again, alternating, on the same inputs, and
+in CUDA graphs as in tuning: the kernel and configuration that tuning chose, and those that are selected without tuned results. The
+times from tuning are not used, because the fastest of many measurements is partly fastest by chance. If both candidates are the
+same kernel and configuration, the ratio of their times shows the noise.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bound(operator: str, case: Case, kernel: str, config: Mapping[str, Any], dev
 
 
 def measure(operator: str, name: str, budget_s: float, device: torch.device) -> dict[str, Any] | None:
-    """Tunes one case, then measures the tuned and the untuned kernel. None if there was nothing to choose from.
+    """Tunes one case, then measures the tuned and the untuned kernel. Returns None if tuning had no candidates to choose from.
 
     ``name``: the case's name.
     """

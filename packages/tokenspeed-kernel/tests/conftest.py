@@ -1,4 +1,4 @@
-"""Restores the process-wide settings that a test of the core changes."""
+"""Fixtures of the core's tests. They restore process-wide settings that a test changes."""
 
 from __future__ import annotations
 

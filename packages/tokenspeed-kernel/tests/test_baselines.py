@@ -1,4 +1,4 @@
-"""Baselines: third-party kernels that a file declares, and that are measured beside ours."""
+"""Tests baselines: third-party kernels that a file declares, and that are measured beside this project's kernels."""
 
 from __future__ import annotations
 

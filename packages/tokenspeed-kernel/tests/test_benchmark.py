@@ -1,4 +1,4 @@
-"""Timing and its reports. Measured times are not tested, only the values that reports derive from them."""
+"""Tests timing and benchmark reports. Measured times are not asserted, only the values that reports derive from given times."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_impossible_timings_are_rejected() -> None:
 
 
 class FakeEvent:
-    """An event of a device whose clock is the log: each entry takes the microseconds that it states."""
+    """A stand-in for a CUDA event. The time is the sum of the microseconds in the entries of ``log``."""
 
     log: list[tuple[str, float]]
 
@@ -133,7 +133,8 @@ class FakeEvent:
 
 @pytest.fixture
 def device_log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """Returns the log of the operations that would be queued on a GPU, in order."""
+    """Replaces the GPU functions that timing calls. Returns the log to which the replacements append each operation, with its
+    microseconds."""
     log: list[tuple[str, float]] = []
     monkeypatch.setattr(FakeEvent, "log", log, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
@@ -223,7 +224,8 @@ def right(x: Tensor, out: Tensor | None) -> Tensor:
 
 @pytest.fixture
 def clocked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces the measurement of samples: every sample takes 40, 50 and 60 us. Records the sampled calls and their options."""
+    """Replaces the measurement: every measurement gives the samples 60, 40 and 50 us. Returns the list of the measured calls and
+    their options."""
     seen: list[Any] = []
 
     def fake(calls: Sequence[Callable[[], Any]], device: torch.device, **options: Any) -> list[float]:
@@ -315,7 +317,7 @@ def test_a_method_suits_the_device() -> None:
 def test_in_a_graph_copies_rotate_and_launch_time_is_separate(
     double: Any, monkeypatch: pytest.MonkeyPatch, alone_us: float, count: int
 ) -> None:
-    """Runs on the CPU, with a fake graph and fake clocks. A graph that is already long gets no more calls."""
+    """Runs on the CPU, with a fake graph and fake clocks. The longer a call takes, the fewer calls the graph has."""
     graphs: list[Any] = []
 
     def in_graph(calls: Sequence[Callable[[], Any]], device: torch.device, **options: Any) -> list[float]:
@@ -401,7 +403,7 @@ def test_a_kernel_that_does_not_take_a_case_is_skipped(double: Any) -> None:
 
 @pytest.mark.usefixtures("clocked")
 def test_rows_report_throttling_and_slow_machines(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU throttles, and the machine is slow while one of the rows is measured. The rows must say so."""
+    """The GPU throttles, and the machine is slow while the third row is measured. The rows must have warnings of both."""
     hot = GpuState(1200, 1980, 85, 700.0, ("power cap",))
     monkeypatch.setattr(run, "gpu_monitor", lambda device: lambda: hot)
     speeds = iter([100.0, 100.0, 110.0] * 2)
@@ -428,7 +430,8 @@ def test_metadata_says_what_was_measured_on_and_with() -> None:
 
 
 def test_the_commit_of_another_checkout_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment is inside another project's checkout. Our files are there, but git does not track them."""
+    """If this package is installed inside another project's checkout, its files are not tracked there, and reports must name no
+    commit."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "metadata.py").write_text("")
     monkeypatch.setattr(metadata, "__file__", str(tmp_path / "metadata.py"))
@@ -487,7 +490,7 @@ def test_a_program_writes_its_values(tmp_path: Path) -> None:
 
 
 def test_committed_reports_hold_medians_and_spread() -> None:
-    """The samples themselves must not be in version control."""
+    """Committed reports must not contain the samples themselves."""
     files = [file for part in ("packages", "tools") for file in COMMITTED.parents[3].glob(f"{part}/*/benchmarks/*.json")]
     assert COMMITTED in files
     for file in files:
@@ -500,7 +503,7 @@ def test_a_report_is_json_or_nothing(tmp_path: Path) -> None:
 
 
 def test_the_committed_report_still_loads() -> None:
-    """The report has format 1: no format number, no rounds, a roofline of three rates."""
+    """The committed report ``h200.json`` has format 1: no format number, no rounds, and a roofline with three rates."""
     table = json.loads(COMMITTED.read_text())
     report = load_report(COMMITTED)
     assert [row.kernel for row in report.rows] == [row["kernel"] for row in table["rows"]]

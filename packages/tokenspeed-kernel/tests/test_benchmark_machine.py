@@ -1,4 +1,4 @@
-"""The state of the machine while kernels are timed: noise, clocks, and the roofline."""
+"""Tests what the benchmark determines about the machine: noise, clocks, and the roofline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_quiet_times_are_not_warned_of() -> None:
     for seed in range(50):
         draw = random.Random(seed)
         assert said(*(normal(draw) for _ in range(7))) == ()
-        # A GPU's clock has discrete ticks: times of a two-microsecond kernel are on either side of a tick of 0.03 us.
+        # A GPU's clock has discrete ticks of 0.03 us, so a two-microsecond kernel takes one of two neighbouring times.
         assert said(*([draw.choice([2.016, 2.048]) for _ in range(60)] for _ in range(7))) == ()
 
 
@@ -252,13 +252,14 @@ def test_a_measured_roofline_is_plausible() -> None:
     assert found.tflops["bfloat16"] > found.tflops["float32"]
 
 
-# -- its cache ----------------------------------------------------------------------------------------------------------------
+# -- the roofline's cache
+# ----------------------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
 
 
 class Counter:
-    """A stand-in for the measurement: measures nothing, and counts its calls."""
+    """A stand-in for the measurement of the roofline. It measures nothing, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -329,7 +330,7 @@ def test_bytes_that_are_no_text_count_as_none(tmp_path: Path) -> None:
 
 
 def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A regular file is at the path of the folder. Even root cannot write there."""
+    """The cache's folder would be below a regular file, so even root cannot create it."""
     (tmp_path / "file").write_text("")
     counter = Counter()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Captured calls: the recorded descriptions, and the calls that are generated from them."""
+"""Tests captured calls: the recorded descriptions, and the calls that are recreated from the descriptions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SMALL = [(op, case) for op in tk.operators() for case in op.all_cases() if not c
 def capture(op: Any, arguments: dict[str, Any]) -> Record:
     with tk.shape_capture() as found:
         op.function(**arguments)
-    # Parts of a composed operator are recorded as calls, too.
+    # If the operator is composed, the calls of its parts are recorded, too.
     (record,) = (record for record in found.get() if record["operator"] == str(op))
     return record
 
 
 @pytest.mark.parametrize(("op", "case"), SMALL, ids=[f"{op.mode}-{case.name}" for op, case in SMALL])
 def test_a_call_like_a_captured_one_asks_for_the_same(op: Any, case: Case) -> None:
-    """The recreated call must have the same request, the same description of every argument that is only read, and the same amount
-    of work."""
+    """Captures and recreates each small case. The recreated call must have the case's request, descriptions of arguments, and
+    amount of work."""
     arguments = op.complete(case.build())
     record = capture(op, arguments)
     again = op.complete(replay(record).build())
@@ -40,7 +40,7 @@ def test_a_call_like_a_captured_one_asks_for_the_same(op: Any, case: Case) -> No
     pages = {"k_cache", "v_cache", "kv_cache", "states"}
     for name in set(op.names) - {*op.outs} - hints:
         told, wanted = described(again[name]), described(arguments[name])
-        if name in pages and wanted is not None:  # the recreated cache has as many pages as the call uses
+        if name in pages and wanted is not None:  # the recreated cache may have fewer pages: those that the call uses
             told["shape"], wanted["shape"] = told["shape"][1:], wanted["shape"][1:]
         assert told == wanted, name
     assert op.run_hook("work", again) == op.run_hook("work", arguments)
@@ -101,7 +101,7 @@ def test_the_sample_with_most_work_is_made_again() -> None:
 
 
 def test_a_call_in_a_graph_is_made_at_full_length() -> None:
-    """Values are not read during graph capture, so lengths are unknown, and the recreated call has full lengths."""
+    """A call that was captured in a CUDA graph has no recorded lengths. Its recreated call must have the maximum lengths."""
     op = tk.get_operator("mha_decode_with_kvcache")
     record = capture(op, op.complete(paged([3, 4], max_seqlen_k=32, width=3)(Draw())))
     record["work"] = {"seen": 0, "samples": [], "histograms": {}}
@@ -148,7 +148,7 @@ def test_values_are_not_read_all_the_time(monkeypatch: pytest.MonkeyPatch) -> No
     (record,) = kept.get()
     assert record["count"] == 16
     assert len(reads) == record["work"]["seen"] == 8
-    # The first sample and the latest one stay.
+    # The first and the latest samples are kept.
     assert [sample["n"] for sample in record["work"]["samples"]] == [[1], [6], [7], [8]]
 
 

@@ -1,4 +1,4 @@
-"""Capture files: many processes, killed processes, full disks, and files that are not captures."""
+"""Tests capture files: many processes, killed processes, full disks, and files that are not captures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tokenspeed_kernel.workbench.watching import Contents, ShapeCapture, Unreada
 from tokenspeed_kernel.workbench.watching.records import add_to
 from tokenspeed_kernel_base import storage
 
-# A program that counts calls of n rows until it is told to stop, and sometimes prints the number of calls so far.
+# A program that captures calls with 1, 2 and 3 rows until it is told to stop. It sometimes prints the number of its calls so far.
 WRITER = """
 import sys, torch, tokenspeed_kernel as tk
 tensors = [torch.ones(n, 8) for n in (1, 2, 3)]
@@ -145,7 +145,7 @@ def test_other_databases_are_refused_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_is_a_capture_of_nothing(tmp_path: Path) -> None:
-    """A process that is killed while it creates the file leaves an empty file."""
+    """A process that is killed while it creates the file leaves an empty file. An empty file must be readable and writable."""
     (tmp_path / "shapes").write_bytes(b"")
     assert load(tmp_path / "shapes") == Contents()
     add_to(tmp_path / "shapes", Contents([record(0)]))
@@ -231,7 +231,8 @@ def test_captured_calls_reach_the_file_soon(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_processes_leave_readable_files(tmp_path: Path, times: int) -> None:
-    """The next process that ends merges the files that killed processes left."""
+    """Kills processes while they write to the file. The file must stay readable and keep all earlier calls. The next process that
+    ends must remove what killed processes left beside the file."""
     path = tmp_path / "shapes"
     before = 0
     for turn in range(times):

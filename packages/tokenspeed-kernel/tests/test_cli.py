@@ -1,4 +1,4 @@
-"""The command line, tested as a user runs it."""
+"""Tests the command line as a user runs it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ runner = CliRunner()
 
 
 def brief(output: str) -> str:
-    """Returns the beginning and the end of an output, because a report as JSON has tens of thousands of characters."""
+    """Shortens an output for an assertion message. A report as JSON has tens of thousands of characters."""
     return output if len(output) < 3000 else f"{output[:1500]}\n...\n{output[-1500:]}"
 
 
@@ -57,7 +57,7 @@ def call(*words: str, code: int = 0) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns a text without characters that only separate words, such as line breaks and frames."""
+    """Returns a text in one line, without backquotes."""
     return " ".join(text.replace("`", "").split())
 
 
@@ -80,7 +80,7 @@ def process(*command: str, cwd: Path | None = None, **environment: str) -> subpr
 
 @pytest.fixture
 def wrong() -> str:
-    """Registers a kernel with one wrong element."""
+    """Registers a kernel of rmsnorm whose result has one wrong element. Returns the kernel's name."""
 
     @register_kernel("norm", "rmsnorm", name="wrong_rmsnorm", solution="wrong", signatures=None, traits={"hidden": 8}, priority=1)
     def rmsnorm(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
@@ -253,7 +253,8 @@ def test_explain_starts_from_a_case() -> None:
 
 @pytest.mark.parametrize("platform", ["sm_90", "gfx950", "cpu"])
 def test_explain_of_prepared_weights_agrees_with_a_plan(platform: str) -> None:
-    """Each kernel's verdict is for its own layout, although the case has weights in the checkpoint's layout."""
+    """``explain`` must evaluate each kernel with weights in its own layout, as a plan does, although the case has unprepared
+    weights."""
     found = call_json("explain", "moe_apply", "--platform", platform, "--case", "mxfp4, gpt-oss options")
     facts: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
     plan = moe_apply.plan(8, 4, 96, 64, weight_format="mxfp4", **facts, platform=named_platform(platform))
@@ -277,7 +278,7 @@ def test_explain_changes_traits_and_formats() -> None:
 
 
 def test_explain_asks_for_calls_that_are_possible() -> None:
-    """Formats, sizes and traits stay consistent with one possible call after every change."""
+    """``explain`` with changed traits or formats must show formats, sizes and traits that one call can have together."""
     words = ["explain", "mha_decode_with_kvcache", "--platform", "gfx950", "sinks=true", "head_dim=128"]
     found = call_json(*words)
     assert set(found["formats"].values()) == {"bfloat16"}
@@ -649,7 +650,8 @@ def test_a_column_shows_the_fastest_and_its_ratio_to_the_first() -> None:
 
 @pytest.fixture
 def two_reports(tmp_path: Path) -> Callable[..., tuple[str, str]]:
-    """Writes two reports of one kernel. In the second one it takes ``factor`` times as long, or has failed."""
+    """Returns a function that writes two reports of one kernel. In the second report the kernel takes ``factor`` times as long; if
+    ``factor`` is None, it failed."""
     from tokenspeed_kernel.workbench.benchmark import Method, Report, Row, Timing, collect_metadata
 
     def make(factor: float | None) -> tuple[str, str]:
@@ -914,8 +916,8 @@ def test_the_exit_code_reaches_the_shell() -> None:
 
 
 def test_plugins_by_module_shows_the_plugins_that_the_core_loaded(tmp_path: Path) -> None:
-    """A module that is run with ``-m`` exists twice, and the copy that runs has loaded no plugins. The command must use the other
-    copy."""
+    """A module that runs with ``-m`` is imported twice, once as ``__main__``. Only the other copy has loaded plugins, so the
+    command must use that copy."""
     (tmp_path / "tiny_plugin.py").write_text("def register(): pass\n")
     info = tmp_path / "tiny_kernels-0.5.dist-info"
     info.mkdir()
@@ -975,7 +977,7 @@ def test_a_terminal_gets_colours_and_progress() -> None:
     ) as child:
         os.close(terminal)
         seen = bytearray()
-        with contextlib.suppress(OSError):  # on Linux, this error means that the other end is closed
+        with contextlib.suppress(OSError):  # on Linux, this error means that the terminal's other end is closed
             while data := os.read(controller, 4096):
                 seen += data
     os.close(controller)

@@ -26,7 +26,7 @@ def call(*words: object, code: int = 0) -> str:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """Capture files of two processes."""
+    """Writes two capture files, as two processes would."""
     found = [tmp_path / "a", tmp_path / "b"]
     for count, path in enumerate(found, 1):
         with tk.shape_capture(path):

@@ -1,4 +1,5 @@
-"""Comparing two reports: intervals against their definition, verdicts under known noise, and the messages about unpaired rows."""
+"""Tests the comparison of two reports: intervals against their definition, verdicts under known noise, and messages about rows
+without a counterpart."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ HERE = Metadata("a device", "sm_90", "1.0", "3.12", "2.11", "3.6", "0.2", "abc",
 
 
 def row(rounds: Sequence[float] | None, name: str = "kernel", **values: Any) -> Row:
-    """Makes a row with these medians of rounds. None makes a failed row."""
+    """Makes a row whose rounds have these medians; a failed row for None."""
     known: dict[str, Any] = {"kernel": name, "operator": "f.m", "case": "c", "status": "measured" if rounds else "failed"}
     return Row(**{**known, "timing": Timing.of([[time] for time in rounds]) if rounds else None, **values})
 
@@ -159,17 +160,17 @@ def measured(
     spikes: float = 0.03,
     spoilt: float = 0.0,
 ) -> Row:
-    """Makes a row of 100 us with 60 calls per round, and noise. All parameters are relative to the time.
+    """Makes a row of 60 calls per round that take 100 us each, with noise. All parameters are fractions of the time.
 
     Args:
         draw: the source of randomness.
         slower: the factor of the planted slowdown.
-        wander, memory: the standard deviation within a round, and the part of a call's deviation that carries over to the next
+        wander, memory: the standard deviation within a round, and the fraction of a call's deviation that carries over to the next
             call.
         between: the standard deviation between rounds.
         drift: the amplitude of a sine wave with a period of two thirds of a run and a random phase.
-        spikes: the part of calls that take 1.2 to 3 times as long.
-        spoilt: the part of rounds that take 1.05 to 1.5 times as long.
+        spikes: the fraction of calls that take 1.2 to 3 times as long.
+        spoilt: the fraction of rounds that take 1.05 to 1.5 times as long.
     """
     phase, samples = draw.uniform(0, 2 * math.pi), []
     for index in range(rounds):
@@ -197,8 +198,8 @@ NOISES: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_equal_kernels_are_equal_and_a_planted_slow_down_is_seen(noise: str) -> None:
-    """Requires at least 95 and 90 correct verdicts in 100 repeats. These fractions correspond to 19 and 18 of 20 in
-    `test_a_real_kernel_here`."""
+    """In 100 comparisons of equal kernels, at least 95 verdicts must be "same". In 100 with a slowdown of 5%, at least 90 must be
+    "slower". `test_a_real_kernel_here` requires the same fractions, 19 and 18 of 20."""
     draw = random.Random(noise)
     equal = slower = 0
     for _ in range(100):
@@ -210,7 +211,8 @@ def test_equal_kernels_are_equal_and_a_planted_slow_down_is_seen(noise: str) -> 
 
 
 def test_an_interval_of_single_calls_would_be_wrong() -> None:
-    """Shows why rounds are compared: calls are autocorrelated, and an interval over calls misses the truth far too often."""
+    """Shows why rounds are compared instead of calls. The times of successive calls are correlated, so a confidence interval over
+    calls misses the true ratio far too often."""
     draw = random.Random(0)
     held = {"calls": 0, "rounds": 0}
     for _ in range(60):
@@ -246,7 +248,7 @@ def test_t_is_that_of_published_tables(t: float, freedom: int, p: float) -> None
 
 
 def test_p_values_agree_with_enumerating_all_orders() -> None:
-    """For overlapping samples the p-value is exact: the fraction of all orders that are at least as extreme."""
+    """If the two samples overlap, the p-value must equal the fraction of all orders that are at least as extreme."""
     places = [*range(1, 8)]
     for mine in itertools.combinations(places, 3):
         others = [place for place in places if place not in mine]
@@ -283,7 +285,8 @@ def _many(draw: random.Random, rows: int, noise: float, *, spoilt: float = 0.0, 
     ("rows", "noise", "spoilt"), [(58, 0.04, 0.0), (58, 0.1, 0.0), (58, 0.02, 0.1), (200, 0.04, 0.05), (4, 0.04, 0.0)]
 )
 def test_the_same_program_twice_is_almost_never_slower(rows: int, noise: float, spoilt: float) -> None:
-    """On a noisy machine, single intervals often exclude 1. Even so, at least 97.5% of comparisons must call no row slower."""
+    """Compares reports of equal programs on a noisy machine, where the intervals of single rows often exclude 1. About 97.5% of
+    comparisons must call no row slower."""
     draw = random.Random(f"{rows} {noise} {spoilt}")
     worse = alone = 0
     for _ in range(100):
@@ -388,7 +391,7 @@ def test_a_difference_of_the_machine_is_left_open() -> None:
     assert found.differences[0].note == "slower by 10.0%, but so was the machine, by 9.0%"
     assert found.notes == ("the machine itself was 9.0% slower in B",)
     assert not found.worse
-    # The drift explains neither a larger change nor a change in the other direction.
+    # The machine's slowdown explains neither a larger change nor a change in the other direction.
     assert compare(a, report(row([1.2 * time for time in STEADY], reference_us=slower_machine))).worse
     assert compare(report(row(STEADY, reference_us=slower_machine)), report(row(SLOW, reference_us=reference))).worse
     assert compare(a, report(row(SLOW, reference_us=reference))).worse
@@ -424,7 +427,7 @@ def _gemm_body(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 @pytest.fixture
 def own_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Uses one thread, and that thread's CPU time instead of wall-clock time, because other processes share the machine."""
+    """Times with one thread's CPU time instead of wall-clock time, because other processes share the machine."""
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter_ns=time.thread_time_ns))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -451,8 +454,8 @@ def test_a_real_kernel_here(declare: Callable[..., Any]) -> None:
     KernelRegistry.get().register(spec, kernel)
 
     def in_turn(*planted: int) -> list[Report]:
-        """Makes one report per program. Three runs of the programs alternate, because the load of other processes changes within
-        seconds."""
+        """Makes one report for each number of GEMMs. Each is measured in three runs that alternate with the others' runs, because
+        the load of other processes changes within seconds."""
         nonlocal gemms
         turns = []
         for _ in range(3):

@@ -28,7 +28,7 @@ def _script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Returns a repository whose second commit changes a comment of one file, the code of another, and adds a third."""
+    """Makes a repository. Its second commit changes a comment in one file and code in another, and adds a third file."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
     root = tmp_path / "checkout"
@@ -67,7 +67,8 @@ def test_without_history_no_file_counts_as_changed(compile_order: ModuleType, ch
 
 
 def test_kernels_with_changed_files_of_their_own_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operators' common file is changed as well, but says less about a kernel than a file that only this kernel uses."""
+    """A kernel with a changed file that no other kernel uses must come first, before kernels of which only the common file
+    changed."""
     ordered = _script("compile_triton", monkeypatch).ordered
     common, own = Path("common.py"), Path("own.py")
     sources = {"a": frozenset({Path("a.py")}), "b": frozenset({common}), "c": frozenset({common, own}), "d": frozenset({common})}

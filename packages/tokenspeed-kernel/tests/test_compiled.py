@@ -1,5 +1,5 @@
-"""Every operator under torch.compile with the default backend, Inductor: with and without provided outputs, with fixed and dynamic
-shapes. If there is a GPU, the operators run on the GPU, in CUDA graphs as well.
+"""Tests every operator under torch.compile with the default backend, Inductor: with and without provided outputs, with fixed and
+dynamic shapes. If there is a GPU, the operators run on the GPU, also in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def _copied(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def _same(op: Operator[Any, Any], arguments: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Compares the results of two runs, bit by bit if the kernel is deterministic."""
+    """Returns a function that asserts that two results are equal: bit by bit if the kernel is deterministic, else within a
+    tolerance."""
     chosen = op.function.explain(**arguments).chosen
     if "determinism" not in chosen.tags and ON_GPU:
         return lambda one, other: torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
@@ -102,7 +103,7 @@ def test_every_case_is_compiled(op: Operator[Any, Any], case: Case, opcheck: Any
 
 
 class Layer(torch.nn.Module):
-    """A decoder layer of operators, with PyTorch's own operations between them for Inductor to fuse."""
+    """A decoder layer of operators. PyTorch's own operations between them can be fused by Inductor."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, device: torch.device) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""The conformance kit on `wrong_kernels`: eleven kernels with one fault each, and three correct ones. The kit must tell them
-apart, and name the fault of each wrong one.
+"""Runs the conformance kit on `wrong_kernels`: eleven kernels with one fault each, and three correct kernels. The kit must report
+the fault of each wrong kernel, and nothing for the correct ones.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from tokenspeed_kernel_command.commands import app
 SAMPLES = Path(__file__).parent / "wrong_kernels"
 CPU = torch.device("cpu")
 
-# Small cases, from which the kit derives all other cases.
+# The small cases that the kit runs and derives all other cases from.
 CASES = (
     "one key head, lengths 0 to 33, float32, lse", "window of the token alone", "window, cap, sinks and lse together",
     "lengths about a page's end, float32, lse", "float64, pages of 1", "four new tokens in a window of three",
     "one row of 8, float32", "odd hidden 1001, float16", "gpt-oss-120b decode 64 with residual",
 )  # fmt: skip
 
-# For each kernel: the check that must find the fault, the expected message, and further checks that may find the fault, too.
+# For each wrong kernel: the check that must find its fault, the expected message, and further checks that may also find it.
 WRONG: dict[str, tuple[str, str, set[str]]] = {
     "wrong_mask_edge": (
         "values",
@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[str, str, set[str]]] = {
 
 @dataclass
 class Outcome:
-    """The results of the command for both plugins."""
+    """The exit code, the output and the reports of the command, run on both plugins."""
 
     code: int
     printed: str
@@ -93,7 +93,7 @@ class Outcome:
 
 
 def _load(name: str, register: str) -> PluginInfo:
-    """Loads the kernels as plugin discovery does."""
+    """Registers a sample plugin's kernels as plugin discovery would."""
     from wrong_kernels import plugin
 
     before = {spec.name for spec in KernelRegistry.get().list_kernels()}
@@ -106,7 +106,7 @@ def _load(name: str, register: str) -> PluginInfo:
 
 @pytest.fixture(scope="module")
 def samples() -> Iterator[None]:
-    """The sample plugins, loaded."""
+    """Loads the sample plugins, and unloads them after the module's tests."""
     sys.path.insert(0, str(SAMPLES))
     kept, loaded = KernelRegistry.get().list_kernels(), dict(plugins._loaded)
     for name, register in (("wrong-kernels", "register"), ("right-kernels", "register_right")):

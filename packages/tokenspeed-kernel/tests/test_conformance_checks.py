@@ -1,4 +1,4 @@
-"""Each conformance check, on one kernel that satisfies its declaration, and on another that violates it."""
+"""Tests each conformance check on a kernel that satisfies its declaration, and on a kernel that violates it."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def test_every_operator_accepts_empty_tensors(op: Operator[Any, Any]) -> None:
 
 
 def test_device_values_decide_whether_a_case_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls do not check offsets on a device, because reading them synchronises. With wrong offsets a reference could crash the
-    whole process, so the kit checks the values itself."""
+    """Calls do not check offsets that are on a device, because reading them would synchronise. Wrong offsets could crash the
+    process in a reference, so the kit itself must reject them."""
     op = get_operator("kvcache.positions_to_slots")
     spec = KernelRegistry.get().get_by_name("reference_positions_to_slots")
     space = CaseSpace(op, spec, torch.device("cpu"))
@@ -256,7 +256,7 @@ def test_unused_values_change_no_result(op: Operator[Any, Any]) -> None:
 
 @pytest.mark.parametrize("op", VARIED, ids=str)
 def test_other_values_are_legal_in_the_same_tensors(op: Operator[Any, Any]) -> None:
-    """A captured graph is replayed with these values, so neither shapes nor values on the host may change."""
+    """The values for replays of a captured graph must be valid, in tensors of unchanged shapes and dtypes."""
     for case in op.all_cases():
         if case.large:
             continue
@@ -439,7 +439,8 @@ def test_who_may_wait(op: Operator[Any, Any]) -> None:
 
 
 def test_on_a_gpu_pytorchs_sync_debug_mode_is_used(op: Operator[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that need a GPU are replaced. PyTorch's sync debug mode must be set around the second call only, and restored."""
+    """Runs without a GPU, with replaced functions of torch.cuda. PyTorch's sync debug mode must be "error" inside
+    `waiting.refusing`, and must be restored after an error."""
     modes: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
@@ -476,7 +477,8 @@ def test_a_sample_has_each_combination_of_flags(op: Operator[Any, Any]) -> None:
 
 
 def test_sequences_are_items_too() -> None:
-    """The check also finds a kernel of a ragged operator that reads other sequences' tokens."""
+    """In a ragged operator, the batch's items are sequences. The check must find a kernel whose results depend on other sequences'
+    tokens."""
     op = get_operator("mha_prefill")
 
     def leaks(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every operator's declaration is complete and consistent, and every kernel's declaration fits its operator.
+"""Tests that every operator's declaration is complete and consistent, and that every kernel's declaration matches its operator.
 
 All faults of one operator or kernel are reported in one message, each with its remedy.
 """
@@ -38,7 +38,7 @@ each_operator = pytest.mark.parametrize("op", OPERATORS, ids=str)
 
 
 class Faults:
-    """Collects the faults of one declaration. Leaving the block raises AssertionError if there are any."""
+    """Collects the faults of one declaration. The test fails at the end of the block if there are any."""
 
     def __init__(self, declaration: str) -> None:
         self.declaration, self.found = declaration, list[str]()
@@ -57,7 +57,8 @@ class Faults:
             self.found.append(f"{fault}: {mend}")
 
     def attempt(self, check: Callable[[Operator[Any, Any], Case], None], op: Operator[Any, Any], cases: Sequence[Case]) -> None:
-        """Runs a check that asserts on each case. Only the first failing case is recorded as a fault."""
+        """Runs a check on each case. Records the first case whose check raises an error as a fault, with the number of other
+        failing cases."""
         failed = {}
         for case in cases:
             try:
@@ -94,7 +95,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _declared_in_the_tree() -> set[tuple[str, str, str]]:
-    """Returns the folder, family and mode of every operator, found in the source files."""
+    """Returns the folder, family and mode of every operator, read from the source files of ``ops``."""
     found = set()
     folder = Path(str(ops.__file__)).parent
     for path in folder.rglob("*.py"):
@@ -107,7 +108,8 @@ def _declared_in_the_tree() -> set[tuple[str, str, str]]:
 
 
 def test_every_operator_of_the_tree_is_declared() -> None:
-    """If the import of an operator failed silently, the tests below would not test this operator."""
+    """Compares the declared operators with the source files. An operator whose module is not imported would be missing from the
+    tests below."""
     found = _declared_in_the_tree()
     assert found
     assert {(family, mode) for _, family, mode in found} == {(op.family, op.mode) for op in OPERATORS}
@@ -205,10 +207,10 @@ def test_an_operator_is_declared_completely(op: Operator[Any, Any]) -> None:
         faults.unless(anywhere, f"its reference does not run everywhere ({gap})", "the body must be plain PyTorch")
         specs = registry.get_for_operator(op.family, op.mode)
         portable = [spec for spec in specs if spec.solution == "triton" and spec.capability == TRITON]
-        # Communication depends on the platform, so an operator between processes needs no portable kernel.
+        # Communication between processes depends on the platform, so its operators need no portable kernel.
         between_processes = any(case.world_size > 1 for case in op.all_cases())
         wanted = f"add triton/{op.family}/{op.mode}.py with capability=TRITON"
-        # The parts of a composition have cases of their own.
+        # A composed operator needs no portable kernel of its own, because its parts have portable kernels.
         composed = op.parts and all(part.operator in OPERATORS for part in op.parts)
         faults.unless(portable or between_processes or composed, "no portable kernel", wanted)
         _check_docstring(op, faults)
@@ -246,12 +248,12 @@ def _check_cases(op: Operator[Any, Any], faults: Faults) -> None:
         odd = [f"{name}={value!r}" for name, value in traits.items() if impossible_values(one_of(value), op.traits[name])]
         faults.unless(not odd, f"{case.name}: {', '.join(odd)} are not what traits= states", "state what values they have")
         flags[case.name] = {name for name, value in traits.items() if isinstance(value, bool)}
-    # A request with an undeclared trait raises an error. So a declared trait can only be idle because no small case sets it.
+    # An undeclared trait in a request raises an error. So the remaining fault is a declared trait that no small case has.
     idle = sorted(op.traits.keys() - given)
     faults.unless(not idle, f"no small case gives the traits {', '.join(idle)}", "add a case, or leave them out of traits=")
     first = next(iter(flags.values()), set())
     for name, stated in flags.items():
-        # A kernel for a flag rejects requests that do not state the flag. So requests must state clear flags, too.
+        # A kernel that requires a flag rejects requests without the flag. So requests must also contain flags that are False.
         faults.unless(stated == first, f"{name}: flags {sorted(stated ^ first)} are not always stated", "state them as False")
 
 
@@ -311,7 +313,7 @@ def _runs_as_declared(op: Operator[Any, Any], case: Case) -> None:
 def _outputs_can_be_provided(op: Operator[Any, Any], case: Case) -> None:
     arguments = complete(op, case)
     if op.mutates and any(arguments[name] is not None for name in op.mutates):
-        return  # the operator writes to its arguments, so a second run has other inputs
+        return  # the operator writes to its arguments, so a second run would have other inputs
     wanted = lowering.as_list(op.function(**arguments))
     outputs = {name: torch.empty_like(result) for name, result in op.named(arguments, wanted).items()}
     results = lowering.as_list(op.function(**{**arguments, **outputs}))
@@ -333,8 +335,8 @@ def test_its_small_cases_work(op: Operator[Any, Any]) -> None:
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_a_kernel_goes_with_its_operator(spec: KernelSpec) -> None:
-    """If no request names all of a kernel's operands together, the kernel rejects every request. Unknown names cannot occur,
-    because registration rejects them."""
+    """For each of a kernel's signatures, some small case must have exactly its operands. Otherwise no request can have this
+    signature."""
     op = get_operator(spec.operator)
     requests = [op.request(complete(op, case)) for case in small_cases(op)]
     roles = [{name for name, _ in request.signature.roles} for request in requests]
@@ -393,7 +395,7 @@ def test_examples_run(name: str) -> None:
 
 @each_operator
 def test_its_example_is_found(op: Operator[Any, Any]) -> None:
-    """A public function is generated; doctest must nevertheless find the example in the operator's module."""
+    """doctest must find the example in each operator's docstring, although the public function is generated."""
     module = importlib.import_module(op.body.__module__)
     found = [test for test in doctest.DocTestFinder().find(module) if test.name.endswith(f".{op.mode}")]
     assert [test for test in found if test.examples], op.mode

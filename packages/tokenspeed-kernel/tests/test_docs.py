@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="the documentation is 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page. ``needs`` is the comment above the block; empty without a comment."""
+    """A fenced block of a page. ``needs`` is the text of the comment above the block; empty without a comment."""
 
     language: str
     text: str
@@ -46,7 +46,7 @@ class Block:
 
     @property
     def file(self) -> str:
-        """Returns the path in the first line of a block that is a file."""
+        """The path in the comment of the block's first line, if the block is a Python or TOML file; else empty."""
         named = re.match(r"# (\S+\.(?:py|toml))\n", self.text)
         return named[1] if named and self.language in ("py", "toml") else ""
 
@@ -65,7 +65,7 @@ def write_files(blocks: list[Block], folder: Path) -> None:
 
 
 def left_out(block: Block) -> bool:
-    """Whether the block cannot run because this machine lacks a requirement of the block."""
+    """Whether this machine lacks what the block needs."""
     lacks = {
         "": False,
         "slow": False,
@@ -131,7 +131,7 @@ def test_the_triton_kernel_of_the_page_is_right(tmp_path: Path, monkeypatch: pyt
 
 
 def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
-    """Runs the files and commands of that page in a separate environment."""
+    """Writes the files of ``ten-commands.md``, and runs its ten commands, with packages installed into a separate folder."""
     for package in ("hatchling", "typer", "jinja2", "matplotlib"):
         pytest.importorskip(package)
     blocks = blocks_of(DOCS / "workbench" / "ten-commands.md")
@@ -139,7 +139,7 @@ def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
     (commands,) = [block.text for block in blocks if block.language == "sh"]
     assert len(commands.splitlines()) == 10
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENSPEED_KERNEL_")} | {
-        # The package is installed into a separate folder, and nothing is downloaded.
+        # pip installs into a separate folder and downloads nothing.
         "PIP_TARGET": str(tmp_path / "site"),
         "PIP_NO_DEPS": "1",
         "PIP_NO_BUILD_ISOLATION": "0",  # pip inverts this variable: 0 disables build isolation
@@ -170,7 +170,8 @@ def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
 
 
 def marks(kind: str) -> list[str]:
-    """Yields the generated parts of this kind on all pages. Such a part begins with ``<!-- kind: NAME -->``."""
+    """Returns the sorted names of the generated parts of this kind on all pages. A generated part begins with ``<!-- kind: NAME
+    -->``."""
     return sorted(name for page in PAGES for name in re.findall(rf"<!-- {kind}: (.*?) -->", page.read_text()))
 
 
@@ -206,14 +207,14 @@ def test_callers_are_found_in_the_sources(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.syspath_prepend(str(DOCS))
     lines = importlib.import_module("callers_table").callers_table().splitlines()
     callers = {re.findall(r"`(\w+)`", line)[0]: line.rpartition("| ")[2] for line in lines[2:]}
-    assert callers["moe_apply"] == "GPT-OSS runtime, vLLM, SGLang, transformers |"  # one namespace, or a name as a string
+    assert callers["moe_apply"] == "GPT-OSS runtime, vLLM, SGLang, transformers |"  # found as an attribute, or as a text
     assert callers["mla_prefill"] == "vLLM |"
     assert callers["bmm"] == "none |"
     assert len(callers) == len(operator_module.operators())
 
 
 def test_the_configuration_file_has_every_key(tmp_path: Path) -> None:
-    """The configuration file on the page is valid, and has every key."""
+    """The configuration file in ``configuration.md`` must be valid and have every key."""
     (example,) = [block.text for block in blocks_of(DOCS / "configuration.md") if block.language == "toml"]
     path = tmp_path / "settings.toml"
     path.write_text(example)
@@ -273,7 +274,7 @@ def test_the_page_names_every_hook() -> None:
 
 
 def test_commands_and_options_exist() -> None:
-    """Every `tokenspeed-kernel` command in a page or README exists, with its options."""
+    """Every `tokenspeed-kernel` command in a page or README must exist, with its options."""
     pytest.importorskip("typer")
     import typer.main
 
@@ -329,7 +330,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *READMES], ids=named)
 def test_files_that_are_named_exist(page: Path) -> None:
-    """Pages name files by their path from the root of the repository, such as `packages/tokenspeed-kernel/README.md`."""
+    """Every path that a page names must exist, relative to the root of the repository or to the page's folder."""
     paths = re.findall(r"\b((?:packages|tools|ci|docs)/[\w./-]*\w/?)", page.read_text())
     missing = sorted({path for path in paths if not (ROOT / path).exists() and not (page.parent / path).exists()})
     assert missing == []
@@ -346,7 +347,7 @@ def test_readmes_stay_short(page: Path, most: int) -> None:
 
 
 def test_the_sessions_are_those_of_nox() -> None:
-    """The tables of sessions in README and CONTRIBUTING name every session, and no other."""
+    """The tables of sessions in README and CONTRIBUTING must name exactly the sessions of ``noxfile.py``."""
     text = (ROOT / "noxfile.py").read_text()
     sessions = set()
     for options, function in re.findall(r"^@nox\.session(\(.*?\))?\n(?:@.*\n)*def (\w+)", text, re.MULTILINE):

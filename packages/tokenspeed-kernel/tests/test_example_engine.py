@@ -1,4 +1,5 @@
-"""The engine of docs/examples gives the results of a plain PyTorch model, whatever other requests run at the same time."""
+"""The engine in docs/examples must generate the same tokens as a plain PyTorch model, with any other requests running at the same
+time."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def test_tokens_are_the_references(example: ModuleType, weights: Weights) -> Non
     wanted = [greedy(weights, prompt, count) for prompt, count in zip(PROMPTS, MAX_TOKENS, strict=True)]
     assert len({token for tokens in wanted for token in tokens}) > 10, "a model that repeats itself shows little"
     assert make(example, weights).generate(requests(example)) == wanted
-    # Prompts run in chunks of three tokens. Two sequences run at a time, and the cache has pages for two.
+    # Prompts run in chunks of three tokens, at most two sequences run at a time, and the cache has pages for two sequences.
     few = make(example, weights, prefill_tokens=3, max_batch=2, pages=11)
     assert few.generate(requests(example)) == wanted
     assert few.generate(requests(example)[::-1]) == wanted[::-1], "seats and pages are used again"

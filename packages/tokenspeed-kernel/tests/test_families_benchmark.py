@@ -1,4 +1,4 @@
-"""The benchmark of families on a CPU: measured calls, checks of baselines, time limits, and the report's tables."""
+"""Tests the benchmark of operator families on a CPU: measured calls, checks of baselines, time limits, and the report's tables."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def program(programs: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPat
 
 
 def small(program: ModuleType, operator: str, case: str = "") -> Any:
-    """A small case of an operator (by default the first), as a shape of the benchmark."""
+    """Makes a shape of the benchmark from a small case of an operator, by default from the first."""
     cases = get_operator(operator).all_cases()
     return program.Shape("a family", operator, next(each for each in cases if case in (each.name, "") and not each.large))
 
 
 def effort(program: ModuleType, rounds: int = 1) -> Any:
-    """Short rounds, and time limits that are never reached."""
+    """Returns an effort with short rounds, and time limits that no test reaches."""
     return program.Effort(rounds, 0.001, AGES_S, time.monotonic() + AGES_S)
 
 
@@ -102,7 +102,7 @@ def test_the_error_of_a_result(program: ModuleType, got: list[float], expected: 
 
 
 def test_calls_of_a_graph_take_turns_on_copies(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs on the CPU, with fake graphs and clocks. Each call takes 100 us, and touches little memory."""
+    """Calls in a graph must use the copies of the inputs in turn. Runs on the CPU, with fake graphs and clocks."""
     graphs: list[Any] = []
     monkeypatch.setattr(program, "captured", lambda calls, device: graphs.append(calls))
     monkeypatch.setattr(program, "sample", lambda calls, device, **options: [100.0])
@@ -161,7 +161,7 @@ def test_a_report_and_its_tables(program: ModuleType, monkeypatch: pytest.Monkey
 
 
 def test_rows_of_old_names_are_shown_under_those_of_today(program: ModuleType) -> None:
-    """The figures of a renamed operator stay, and its rows have the cases of the new operator."""
+    """Rows that were measured under an operator's old name must be shown under its new name, with a case that the operator has."""
     table = importlib.import_module("table")
     for report in ("h100_families.json", "h200_families.json"):
         for row in json.loads((FOLDER / report).read_text())["rows"]:

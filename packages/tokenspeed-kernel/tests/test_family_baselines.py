@@ -1,4 +1,4 @@
-"""The adapters for vLLM's kernels in the benchmark of families, with stand-ins for vLLM's functions.
+"""Tests the adapters for vLLM's kernels in the benchmark of operator families, with stand-ins for vLLM's functions.
 
 A stand-in has the parameters of a function of vLLM 0.26, in order, and computes what that function's docstring states. So an
 adapter that passes a wrong argument, layout or scale causes a wrong result or an error.
@@ -222,7 +222,7 @@ def top_k_per_row_prefill(
     assert (logits.stride(), len(logits), indices.shape) == ((stride0, stride1), numRows, (numRows, topK))
     indices.fill_(-1)
     for row, begin, end, out in zip(logits, rowStarts.tolist(), rowEnds.tolist(), indices, strict=True):
-        # Among equal scores this stand-in selects the last ones. It returns the positions in another order than the operator.
+        # Among equal scores this stand-in selects the last positions. It returns positions in another order than the operator.
         best = row[begin:end].flip(0).sort(descending=True, stable=True).indices[:topK]
         out[: len(best)] = (end - begin - 1 - best).int()
 
@@ -308,7 +308,7 @@ BOTH: dict[str, Any] = {"dtype": FP8, "scales": ("q_scale", "kv_scale")}
 EACH: dict[str, Any] = {"dtype": FP8, "scales": ("q_scale", "k_scale", "v_scale")}
 SPARSE: dict[str, Any] = {"kv_lora_rank": 512, "rope_dim": 64, "page_size": 64, "top_k": 20, "softmax_scale": 0.1352}
 INDEXER: dict[str, Any] = {"heads": 8, "head_dim": 128, "dtype": FP8}
-# Baselines, with calls that they support: names of the operator's cases, and further ones.
+# Baselines and operators, with a call that the baseline supports: a case, or the name of one of the operator's cases.
 SERVED: list[tuple[str, str, str | Case]] = [
     ("FlashMLA", "mla_decode_with_kvcache", Case("bfloat16", paged([70, 1, 64], heads=16, **LATENT))),
     ("FlashMLA", "mla_decode_with_kvcache", Case("fp8 without scales", paged([70, 9], heads=16, dtype=FP8, **LATENT))),
@@ -364,7 +364,7 @@ def test_an_adapter_matches_the_operator(program: ModuleType, name: str, operato
 
 
 def test_the_plan_of_a_decode_is_made_before_it_is_timed(program: ModuleType) -> None:
-    """The setup must make the plans of all copies of the arguments. Otherwise the graph would contain the planning for all copies
+    """The setup of a call must make FlashMLA's plan. Otherwise a graph would contain the planning for all copies of the arguments
     but the first."""
     op = get_operator("mla_decode_with_kvcache")
     arguments = op.complete(Case("bfloat16", paged([70, 1], heads=16, **LATENT)).build(CPU))
@@ -375,8 +375,8 @@ def test_the_plan_of_a_decode_is_made_before_it_is_timed(program: ModuleType) ->
 def test_modules_of_vllm_are_imported_without_vllm_itself(
     programs: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The modules come from a folder that ``--site`` names. A failing module states the reason at each import, and other modules
-    still work."""
+    """Modules of vLLM are imported from their folder, without vLLM's ``__init__``. A module that fails must give its reason at each
+    import, and other modules must still work."""
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('this takes twenty seconds')")
@@ -402,10 +402,10 @@ def test_modules_of_vllm_are_imported_without_vllm_itself(
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        ([4, 1, 2], [1, 2, 3]),  # position 4 has the score of position 3, which is lower
+        ([4, 1, 2], [1, 2, 3]),  # position 4 has the same score as position 3
         ([1, 2, 0], [0, 1, 2]),  # position 0 has a lower score: the chosen positions are returned
         ([1, 1, 2], [1, 1, 2]),  # a duplicate position
-        ([1, 2, -1], [1, 2, -1]),  # one too few
+        ([1, 2, -1], [1, 2, -1]),  # one position too few
         ([5, 1, 2], [1, 2, -1]),  # a position beyond the length
     ],
 )

@@ -1,4 +1,5 @@
-"""Every Triton kernel in a captured graph, on every small case of its operator. The test names no kernel and no operator.
+"""Tests every Triton kernel in a captured CUDA graph, on every small case of its operator. New kernels and operators need no edit
+here.
 
 Needs a GPU. `tokenspeed_kernel.workbench.numerics.conformance.graphs` documents the replays.
 """
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(not ON_GPU, reason="graphs need a GPU")
 
 
 def _runs() -> Iterator[Any]:
-    """Returns kernels with the small cases that they support."""
+    """Yields each kernel with each small case that it supports."""
     for op in operators() if ON_GPU else []:
         drawn = [(case, op.complete(case.build(default_device()))) for case in op.all_cases() if not case.large]
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):

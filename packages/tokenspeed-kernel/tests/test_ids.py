@@ -1,4 +1,5 @@
-"""Invalid ids from the whole range of their dtype: every kernel must treat them as its operator's reference treats -1.
+"""Calls every kernel with invalid ids from the whole range of their dtype. The result must be that of the operator's reference with
+-1 in their place.
 
 A kernel that truncates an int64 id to 32 bits before its range check fails here: -2^32 + 1 would become token, slot or page 1.
 """
@@ -31,7 +32,8 @@ Arguments = dict[str, Any]
 
 
 def _negative(_: Arguments) -> int | None:
-    """Marks arguments of which only negative ids are invalid. An id that is too large is a caller's error."""
+    """Returns None for an argument of which only negative ids are invalid. For such an argument, too large an id is the caller's
+    error."""
     return None
 
 
@@ -43,7 +45,8 @@ def _nodes(arguments: Arguments) -> int:
     return int(arguments.get("path", arguments.get("draft_tokens")).shape[1])
 
 
-# By operator and argument: the smallest id that is too large and must be ignored (None: only negative ids are ignored).
+# By operator and argument: a function that returns the smallest id that is too large and must be ignored. None: only negative ids
+# are ignored.
 IDS: dict[str, dict[str, Callable[[Arguments], int | None]]] = {
     "adjust_logits": {"tokens": _vocab},
     "apply_rope": {"slot_mapping": _negative},
@@ -74,7 +77,8 @@ IDS: dict[str, dict[str, Callable[[Arguments], int | None]]] = {
     "verify_draft_tokens": {"draft_tokens": _negative, "parents": _nodes},
     "zero_kv_pages": {"pages": _negative},
 }
-# Integers that are not ids, ids that are only copied, and ids that must be in range, as docstrings state.
+# Integer arguments that are not tested: integers that are not ids, ids that are only copied, and ids that callers must keep in
+# range.
 OTHERS = {
     "a_scale", "b_scale", "cache_seqlens", "counts", "cu_seqlens", "cu_seqlens_kv", "cu_seqlens_q", "lengths", "offset",
     "page_table", "positions", "root_tokens", "scale", "seed", "target_tokens", "tokens", "top_k", "top_tokens", "topk_length",
@@ -126,7 +130,8 @@ def _results(op: Operator[Any, Any], arguments: Arguments) -> list[Tensor]:
 
 
 def _call(op: Operator[Any, Any], specs: list[KernelSpec], name: str) -> tuple[KernelSpec, Case] | None:
-    """Returns a call of the kernel on a small case with many ids. The result of the call must depend on which ids are invalid."""
+    """Returns a kernel and a small case whose result depends on which ids are invalid, preferably with many ids; None if there is
+    none."""
     costs = {}
     for case in op.all_cases():
         if case.large or case.world_size > 1:
@@ -134,7 +139,7 @@ def _call(op: Operator[Any, Any], specs: list[KernelSpec], name: str) -> tuple[K
         arguments = _build(op, case, name)
         if arguments[name] is None or arguments[name].numel() < 2:
             continue
-        # Fewer ids need more calls, and an interpreted call has a large fixed cost.
+        # With fewer ids in a call, more calls are needed, and an interpreted call has a large fixed cost.
         elements = sum(tensor.numel() for _, tensor in tensor_arguments(op.parameters, arguments))
         cost = (10_000 + elements) / min(arguments[name].numel(), 20)
         costs.update({(spec, case): cost for spec in specs if refusal(op, spec, arguments) is None})
@@ -166,7 +171,7 @@ def _faults(op: Operator[Any, Any], spec: KernelSpec, case: Case, name: str) -> 
 
 
 def _kernels() -> Iterator[Any]:
-    """Returns the kernels that can run here, grouped by module, with the id arguments of their operators."""
+    """Yields the kernels that can run here, grouped by module, with each id argument of their operator."""
     marks = [getattr(pytest.mark, PLATFORM.vendor)] if ON_GPU else []
     registry = KernelRegistry.get()
     for mode, names in IDS.items():

@@ -1,5 +1,5 @@
-"""The import rules of every package in the repository, and what importing each one loads. Rules depend on a module's location,
-so a new module needs no edit here."""
+"""Tests the import rules of every package in the repository, and which modules the import of each package loads. A module's rules
+follow from its location, so a new module needs no edit here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEAVY = sorted(
 
 @cache
 def modules(folder: Path = PACKAGES) -> dict[str, Path]:
-    """Returns every module of every package in a folder, by name."""
+    """Returns the paths of all modules of the packages in a folder, by module name."""
     named = {}
     for root in sorted(init.parent for init in folder.glob("*/src/*/__init__.py")):
         for path in sorted(root.rglob("*.py")):
@@ -44,13 +44,13 @@ def modules(folder: Path = PACKAGES) -> dict[str, Path]:
 
 @cache
 def with_tools() -> dict[str, Path]:
-    """Returns every module of the repository, tools included."""
+    """Returns the paths of all modules of the repository, tools included, by module name."""
     return {**modules(), **modules(TOOLS)}
 
 
 @cache
 def imports(name: str, *, at_import: bool = False) -> frozenset[str]:
-    """Returns the modules that a module imports: all of them, inside functions too, or only those imported at import time."""
+    """Returns the modules that a module imports, including imports inside functions; with ``at_import``, without those."""
     path = with_tools()[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
@@ -84,7 +84,7 @@ def third_parties(name: str, *, at_import: bool = False) -> set[str]:
 
 # -- arrows -----------------------------------------------------------------------------------------------------------------------
 
-# Areas of the repository, and what each may import besides itself. Any other package is a package of kernels.
+# Areas of the repository, and the areas that each may import besides itself. All other modules belong to packages of kernels.
 ALLOWED = {
     "framework": set[str](),
     "operators": {"framework"},
@@ -110,8 +110,7 @@ def area(name: str) -> str:
 
 
 def test_imports_follow_the_layers() -> None:
-    """The framework imports no operators. Operators and the base import no core, and kernels no workbench. Packages of kernels
-    import the base only. Only code that the user starts imports the workbench."""
+    """Each module may import only the areas that ``ALLOWED`` lists for its area; a package of kernels only ``KERNELS``."""
     wrong = []
     for name in modules():
         mine = area(name)
@@ -141,13 +140,14 @@ def _cycles() -> Iterator[str]:
 
 
 def test_there_are_no_import_cycles() -> None:
-    """This includes tools. Imports inside functions count: a deferred cycle is still a cycle."""
+    """Tests packages and tools. Imports inside functions count: a deferred cycle is still a cycle."""
     cycles = [*_cycles()]
     assert not cycles, "import cycles; what both sides need belongs into a module that imports neither:\n" + "\n".join(cycles)
 
 
 def test_only_device_code_imports_a_compiler() -> None:
-    """Scanning imports every other module. Device code is imported through `DeviceModule`, at the first launch."""
+    """Only modules of device code may import a compiler at import time. All other modules are imported when a package is scanned
+    for kernels."""
     wrong = {
         name: sorted(found)
         for name in modules()
@@ -167,8 +167,8 @@ def _required(distribution: str, *, extras: bool) -> set[str]:
 
 
 def test_torch_is_the_only_dependency_at_run_time() -> None:
-    """Only the workbench and the command import packages of an extra, and only device code imports a compiler. The exception is
-    TOML before Python 3.11."""
+    """Only the workbench and the command line may import packages of an extra; the exception is the TOML parser before Python 3.11.
+    Other modules may import PyTorch and compilers."""
     assert _required("tokenspeed-kernel-base", extras=False) == {"torch"}
     assert _required("tokenspeed-kernel", extras=False) == {"torch", BASE}
     tools = _required("tokenspeed-kernel", extras=True)
@@ -242,7 +242,7 @@ def test_the_public_names_exist() -> None:
     ],
 )
 def test_deprecated_steps_call_the_current_ones(name: str, instead: str) -> None:
-    """Errors name the function that was called."""
+    """A deprecated function must warn, and its errors must have the name by which it was called."""
     with (
         pytest.warns(DeprecationWarning, match=f"{name} is deprecated: use {instead}"),
         pytest.raises((TypeError, ValueError), match=f"^{name}: "),

@@ -1,7 +1,7 @@
-"""Every registered kernel on every case of its operator, against the reference. The test names no kernel and no operator.
+"""Compares every registered kernel with the reference, on every case of its operator. New kernels and operators need no edit here.
 
-On a machine with a GPU everything runs there, including large cases, under that vendor's marker. Otherwise the kernels that a
-CPU can run are run, and the others are skipped with the missing requirement.
+On a machine with a GPU, all kernels for it run on the GPU, with large cases, under the vendor's marker. On other machines, kernels
+that a CPU can run are run. All other kernels are skipped, with the missing requirement.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _marks(spec: KernelSpec) -> list[pytest.MarkDecorator]:
     return [getattr(pytest.mark, vendor) for vendor in sorted(vendors)]
 
 
-# What takes Triton's interpreter longest: an operator, and how names of its cases begin. GPUs and the emulators run these cases.
+# The cases that take Triton's interpreter longest: operators, with the beginnings of their cases' names. GPUs and the emulators run
+# these cases.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MODEL = ("gpt-oss", "llama")
 SEARCHES = ("requests of all kinds", "ties across", "flat", "all ")
@@ -66,27 +67,28 @@ def _takes_long(spec: KernelSpec, case: Case) -> bool:
 
 
 def _drawn(op: Operator[Any, Any], case: Case) -> dict[str, Any]:
-    """Returns arguments that show whether a kernel is eligible. Eligibility depends on no value, so large cases have meta
-    tensors."""
+    """Returns a case's arguments, from which the eligibility of a kernel follows. It does not depend on values, so large cases have
+    meta tensors."""
     return op.complete(case.build("meta" if case.large else "cpu"))
 
 
 def _runs() -> Iterator[Any]:
-    """Returns kernels with the cases that they support. A kernel that cannot run here appears once, with the reason."""
+    """Yields each kernel with each case that it supports. A kernel that cannot run here appears once, to be skipped with the
+    reason."""
     for op in operators():
         cases = [case for case in op.all_cases() if ON_GPU or not case.large]
         drawn = {case.name: _drawn(op, case) for case in cases}
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
             runs_here = spec.capability.gap(PLATFORM) is None
             for case in cases if runs_here else cases[:1]:
-                # If a case needs several processes, only these processes can tell whether a kernel rejects the case.
+                # If a case needs several processes, only these processes can find out whether a kernel rejects the case.
                 unknown = case.world_size > 1
                 if not runs_here or unknown or refusal(op, spec, drawn[case.name]) is None:
                     marks = [*_marks(spec), *([pytest.mark.slow] if _takes_long(spec, case) else [])]
                     yield pytest.param(spec, case, marks=marks, id=f"{spec.name}-{case.name}")
 
 
-with use_platform(PLATFORM):  # the tensors do not show the platform
+with use_platform(PLATFORM):  # on an emulator, the platform does not follow from the tensors
     RUNS = [*_runs()]
 
 
@@ -103,7 +105,7 @@ def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> Non
 
 @pytest.mark.parametrize("spec", [pytest.param(spec, marks=_marks(spec), id=spec.name) for spec in KERNELS])
 def test_some_case_reaches_a_kernel(spec: KernelSpec) -> None:
-    """A kernel that no case reaches is untested."""
+    """Some case of the operator must be eligible for each kernel that can run here. Otherwise the kernel would be untested."""
     gap = spec.capability.gap(PLATFORM)
     if gap is not None:
         pytest.skip(gap)
@@ -125,4 +127,4 @@ def test_an_operator_has_kernels_and_cases(op: Operator[Any, Any]) -> None:
     assert [case for case in op.all_cases() if not case.large]
     for case in op.all_cases():
         if case.large:
-            _drawn(op, case)  # on a GPU, all cases are drawn when this module is imported
+            _drawn(op, case)  # on a GPU, all cases are built when this module is imported

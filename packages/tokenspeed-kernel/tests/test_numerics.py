@@ -1,4 +1,4 @@
-"""Comparison, tolerances, and verification: kernels with one fault each must be caught, with a message that names the fault."""
+"""Tests comparison, tolerances, and verification. Each kernel with a fault must fail, with a message that names the fault."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ def test_narrow_formats_loosen_it() -> None:
 
 
 def test_rounded_activations_loosen_it() -> None:
-    """The tolerance follows from the intermediate formats that the operator declares, not from operands or trait names."""
+    """Intermediate formats that the operator declares must widen the tolerance, the more the coarser they are."""
     op = get_operator("moe_apply")
     cases = {case.name: op.request(op.complete(case.build())) for case in op.all_cases() if not case.large}
     plain, fp8, fp4 = (
@@ -374,15 +374,15 @@ def test_rounded_activations_loosen_it() -> None:
 
 
 def test_roundings_on_the_way_add_up_as_noise_does() -> None:
-    """The error of a chain of GEMMs with rounded operands grows with the square root of their number, and so does the
-    tolerance."""
+    """The error of a chain of GEMMs with rounded operands grows with the square root of the chain's length, and the tolerance must
+    grow equally."""
     half = dense_tensor_format(torch.bfloat16)
     one, four = (tolerance_for(torch.bfloat16, replace(request_with(a=half), intermediates=(half,) * n)) for n in (1, 4))
     assert one == tolerance_for(torch.bfloat16)
     assert four.relative == one.relative
     assert four.absolute / one.absolute == four.norm / one.norm == pytest.approx(2.5**0.5)
     assert "4 intermediates" in four.reason
-    # The tolerance of float32 results is widened equally.
+    # Results in float32 have the same tolerance.
     assert tolerance_for(torch.float32, replace(request_with(a=half), intermediates=(half,) * 4)) == four
     torch.manual_seed(0)
     exact = rounded = torch.randn(256, 128, dtype=torch.float64).bfloat16().double()
@@ -395,8 +395,8 @@ def test_roundings_on_the_way_add_up_as_noise_does() -> None:
 
 
 def test_quantised_results_are_compared_after_dequantisation() -> None:
-    """A last-bit difference before quantisation may change quantised values and scales, and must pass. Quantised values and scales
-    of different values must fail."""
+    """Results whose inputs to quantisation differ in the last bit must pass, although quantised values and scales differ. Results
+    of other values must fail."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator).bfloat16()
     nearly = torch.where(torch.rand(x.shape, generator=generator) < 0.1, (x.view(torch.int16) + 1).view(torch.bfloat16), x)
@@ -413,7 +413,7 @@ def test_quantised_results_are_compared_after_dequantisation() -> None:
         assert not compared((codes.roll(1, 1), scale))[0].passed
         assert not compared((codes, scale.roll(1, 0)))[0].passed
         assert "of shape [63, " in compared((codes[1:], scale[1:]))[0].fault
-    # In one of the two results the block's amax saturates. In the other one the block has the next larger scale.
+    # The first block's amax saturates at its scale. The second block has the next larger scale.
     below, at = (encode_mxfp8(torch.full((1, 32), value)) for value in (510.0, 512.0))
     assert not torch.equal(below[1], at[1])
     arguments = op.complete({"x": torch.zeros(1, 32), "weight": torch.ones(32), "quantization": Quantization.mxfp8()})
@@ -422,7 +422,8 @@ def test_quantised_results_are_compared_after_dequantisation() -> None:
 
 
 def test_rounding_that_is_granted_passes_and_a_wrong_scale_does_not() -> None:
-    """A GEMM whose partial sums are rounded to bfloat16 passes. One block of 32 whose scale is twice too large fails."""
+    """A GEMM whose partial sums are rounded to bfloat16 must pass. A GEMM in which the scale of one block of 32 is twice too large
+    must fail."""
     torch.manual_seed(0)
     a, b = torch.randn(64, 512).bfloat16(), torch.randn(512, 64).bfloat16()
     exact = a.float() @ b.float()
@@ -729,7 +730,7 @@ def test_a_reference_that_changes_its_input_is_caught(declare: Declare) -> None:
 
 @pytest.fixture
 def put(declare: Declare) -> Any:
-    """Writes values into a table and returns nothing."""
+    """Declares an operator that writes values into a table and returns nothing."""
 
     def put(table: Tensor, index: Tensor, values: Tensor) -> None:
         table[index] = values
@@ -839,7 +840,8 @@ def test_kernels_get_the_arguments_that_were_prepared_for_them(declare: Declare)
 
 
 def test_absolute_tolerance_depends_on_the_row() -> None:
-    """Rows of an output may differ in magnitude, and their rounding errors with them."""
+    """The absolute tolerance of an element must be that of its row, because the rounding errors of rows of other magnitudes
+    differ."""
     expected = torch.full((1000, 64), 0.01)
     expected[3] = 1.0
     expected[3, 5] = 0.0

@@ -1,4 +1,4 @@
-"""Plugins as users install them: built, installed with pip, and discovered by a fresh process that imports the core.
+"""Tests plugins as users install them: built, installed with pip, and discovered by a fresh process that imports the core.
 
 `sample_plugins/good` is a correct plugin. `sample_plugins/broken` is a package with one plugin for each mistake.
 """
@@ -61,7 +61,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return targets
 
 
-# Plugins that are installed on the machine must not affect the tests.
+# Plugins that are installed on this machine. Tests disable them.
 OTHERS = sorted(entry.name for entry in metadata.entry_points(group=plugins.GROUP))
 
 Run = Callable[..., tuple[Any, str]]
@@ -82,7 +82,8 @@ def served(): return "sample" if tokenspeed_kernel.rmsnorm(x, weight)[0, 0] == 4
 
 @pytest.fixture(scope="session")
 def run(installed: dict[str, Path]) -> Run:
-    """Runs a program in a fresh process that has the named packages installed. Returns its ``result`` variable and its stderr."""
+    """Returns a function that runs a program in a fresh process, with the named packages installed. It returns the program's
+    variable ``result``, and stderr."""
 
     def execute(program: str, *packages: str, **environment: str) -> tuple[Any, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
@@ -341,11 +342,12 @@ def test_verbose_shows_each_decision_once(run: Run) -> None:
     assert stderr.count("-> reference_rmsnorm") == 1
 
 
-# -- in this process, with entry points made up ----------------------------------------------------------------------------------
+# -- in this process, with stand-ins for entry points
+# ----------------------------------------------------------------------------------
 
 
 class Entry:
-    """The attributes of an entry point that discovery uses."""
+    """A stand-in for an entry point, with the attributes that discovery uses."""
 
     def __init__(self, name: str, register: Callable[[], None], package: str = "made-up") -> None:
         self.name, self.value, self._register = name, f"{package}:register", register
@@ -357,7 +359,7 @@ class Entry:
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch, registry: Any) -> list[Entry]:
-    """Entry points for discovery to find, and an otherwise empty registry."""
+    """Makes discovery find the entry points in the returned list, and no others. The registry is empty."""
     found: list[Entry] = []
     monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: list(found))
     plugins._loaded, plugins._failed, plugins._disabled, plugins._declared = {}, {}, set(), {}
@@ -389,8 +391,8 @@ def test_two_packages_with_a_plugin_of_one_name(entries: list[Entry]) -> None:
 
 
 def test_kernels_declared_on_import_come_back(entries: list[Entry]) -> None:
-    """The plugin's function declares kernels only once, like a module that declares kernels at import. The kernels must come
-    back."""
+    """The plugin's function declares kernels only at its first call, like a module that declares kernels at import. After a reset
+    of the registry, discovery must register them again."""
     ran = []
 
     def register() -> None:
@@ -427,7 +429,7 @@ _packages = itertools.count()
 
 @pytest.fixture
 def two_plugins(entries: list[Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A package that works alone and provides two plugins, one for each of its two kernels."""
+    """Writes a package that works alone and provides two plugins, one for each of its two kernels."""
     package = f"twofold_kernels_{next(_packages)}"  # a new name each time: a process keeps a module's declarations
     folder = tmp_path / package
     (folder / "cpu").mkdir(parents=True)

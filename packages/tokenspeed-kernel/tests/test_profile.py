@@ -1,4 +1,4 @@
-"""Ranges in profiles, times of calls, and ``tokenspeed-kernel profile``."""
+"""Tests ranges in profiles, times of calls, and ``tokenspeed-kernel profile``."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_no_times_have_no_median() -> None:
 
 
 class Clock:
-    """A stand-in for the host's clock, in seconds, so that a slow machine does not affect times."""
+    """A stand-in for the host's clock, in seconds. With it, measured times do not depend on the machine's speed."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -218,7 +218,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CallTimes]:
-    """Makes a recording that is written only when the test requests it."""
+    """Makes a recording of call times that is written only when the test requests it."""
     monkeypatch.setattr(times, "_SECONDS_BETWEEN_WRITES", threading.TIMEOUT_MAX)
     found = CallTimes(tmp_path)
     yield found
@@ -288,7 +288,7 @@ def test_a_foreign_file_is_named(tmp_path: Path) -> None:
 
 
 class Device:
-    """A stand-in for a GPU. Queued work advances its own clock, in microseconds; events complete when the test says so."""
+    """A stand-in for a GPU. Queued work advances ``clock``, in microseconds. Events are complete while ``done`` is True."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, host: Clock) -> None:
         self.host = host
@@ -341,7 +341,7 @@ def on_device(kept: CallTimes, call: Callable[[], Any], times: int = 1, kind: Ca
 def test_device_time_of_a_call(kept: CallTimes, gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_SPIN_US", "_LONGEST_SPIN_US"):
         monkeypatch.setattr(times, name, 1e5)
-    on_device(kept, gpu.kernel(0.0, host_s=0.3))  # a long host time, as of the first call of a compiled function
+    on_device(kept, gpu.kernel(0.0, host_s=0.3))  # a long host time, like that of a compiled function's first call
     on_device(kept, gpu.kernel(40.0, host_s=0.02), times=9)
     kept.finish()
     (found,) = read_times(tmp_path)[1]
@@ -505,7 +505,7 @@ def test_an_interrupted_program_is_shown(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background tests inherit an ignored SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in a shell's background inherit an ignored SIGINT
     )
     assert process.stdout is not None
     while process.stdout.readline() != "ready\n":

@@ -1,4 +1,4 @@
-"""Profiler scopes and shape capture."""
+"""Tests profiler scopes and shape capture."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_capture_extends_an_existing_file(tmp_path: Path) -> None:
 
 
 def test_captures_nest(tmp_path: Path) -> None:
-    """A nested block ends only itself, also inside a capture of the whole process."""
+    """The end of an inner capture must not end the outer capture."""
     with shape_capture(tmp_path / "outer.jsonl") as outer:
         rmsnorm(X, W)
         with shape_capture(tmp_path / "inner.jsonl") as inner:

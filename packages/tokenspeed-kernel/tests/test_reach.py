@@ -1,5 +1,5 @@
-"""The check for kernels that use indices beyond the given lengths. It runs kernels in a separate process:
-`tokenspeed_kernel.workbench.numerics.conformance.reach`."""
+"""Tests `tokenspeed_kernel.workbench.numerics.conformance.reach`, the check for kernels that use indices beyond the given lengths.
+The check runs kernels in a separate process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DECODE = "attention.mha_decode_with_kvcache"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Installs the sample plugin where another process finds it."""
+    """Installs the sample plugin in a folder in which the check's process finds it."""
     about = tmp_path / "wrong_kernels-0.1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong-kernels\nVersion: 0.1\n")

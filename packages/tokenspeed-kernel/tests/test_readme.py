@@ -33,5 +33,5 @@ def test_the_package_readme_names_every_operator() -> None:
 
     text = (PACKAGE / "README.md").read_text()
     missing = [op.mode for op in operators() if f"`{op.mode}`" not in text]
-    # Inverse operators share one entry.
+    # The README lists the inverse operators as `dequantize_*`.
     assert [mode for mode in missing if not mode.startswith("dequantize_")] == []

@@ -1,4 +1,5 @@
-"""Receipts: which kernel serves which call, why not the next best, predicted times, differences."""
+"""Tests receipts: the kernel of each call, why a better kernel is not eligible, predicted times, and differences between
+receipts."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def _row(found: Receipt, phase: str, role: str, operator: str = "") -> Row:
 
 @pytest.fixture
 def kernel() -> Iterator[Callable[..., None]]:
-    """Registers a kernel of mm for one test."""
+    """Returns a function that registers a kernel of mm for one test."""
     names: list[str] = []
 
     def register(name: str, **declared: Any) -> None:
@@ -71,7 +72,7 @@ def test_every_call_of_every_model_is_served(name: str) -> None:
     assert ("experts" in {row.role for row in found.rows}) == (model.experts is not None)
     assert sum(row.times for row in found.rows if row.phase == "decode" and row.role == "output projection") in (
         model.layers,
-        2 * model.layers,  # quantised separately
+        2 * model.layers,  # the input is quantised in a call of its own
     )
 
 
@@ -152,7 +153,7 @@ def test_without_a_kernel_the_row_says_so(kernel: Any) -> None:
 
 def test_times_come_from_the_roofline_at_least(llama: Receipt) -> None:
     row = _row(llama, "decode", "final norm")
-    read_and_written = 2 * 4096 * 2 * (2 + 2) + 2 * 4096  # x and residual, both written as well, and the weight
+    read_and_written = 2 * 4096 * 2 * (2 + 2) + 2 * 4096  # x and residual, each read and written, and the weight
     assert row.predicted_us == (pytest.approx(read_and_written / 1000e3),)
     assert row.predicted_by == ("roofline",)
     assert "at least " in str(llama)
@@ -183,7 +184,7 @@ def test_nothing_is_predicted_where_nothing_was_measured() -> None:
 
 
 def test_a_process_and_its_captured_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_made", {})  # other tests may have filled it
+    monkeypatch.setattr(selection, "_made", {})  # other tests may have made selections
     hidden = 4242  # no other test uses this size
     with shape_capture(tmp_path / "calls"):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""``tokenspeed-kernel report``: the content of the page, and its rendering in a browser."""
+"""Tests ``tokenspeed-kernel report``: the content of the page, and its rendering in a browser."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def row(operator: str, case: str, solution: str, time_us: float, **more: Any) ->
 def report(
     commit: str = "aaaaaaa", date: str = "2026-11-01T10:00:00", faster: float = 1.0, device: str = "NVIDIA H200", **more: Any
 ) -> Report:
-    """Makes a report of three solutions on two cases of two operators. Triton's kernels are faster by ``faster``, and one CuteDSL
-    kernel fails."""
+    """Makes a report of three solutions on two cases of two operators. The times of Triton's kernels are divided by ``faster``, and
+    one CuteDSL kernel fails."""
     rows = []
     for operator, cases in OPERATORS.items():
         for place, case in enumerate(cases):
@@ -65,7 +65,7 @@ def report(
 
 
 def history() -> list[tuple[str, Report]]:
-    """Makes reports that are not in order of time, as files on a command line may be."""
+    """Makes named reports that are not in order of their dates."""
     return [
         ("b.json", report("bbbbbbbbb", "2026-11-08T10:00:00", 1.25)),
         ("c.json", report("ccccccccc+", "2026-11-15T10:00:00", 1.5)),
@@ -155,7 +155,7 @@ def test_other_differences_between_runs_are_reported() -> None:
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page."""
+    """Collects the elements of a page: ids, references, tags and cells."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ class TestInABrowser:
         assert beyond == []
 
     def test_texts_of_plots_do_not_overlap(self, page: Any) -> None:
-        """Texts must be inside their plots, and large enough to read."""
+        """Texts must be inside their plots, must not overlap, and must be large enough to read."""
         found = page.evaluate(
             """() => [...document.querySelectorAll("svg")].filter((svg) => svg.getBoundingClientRect().width).flatMap((svg) => {
                 const frame = svg.getBoundingClientRect(), problems = [];

@@ -1,4 +1,4 @@
-"""``ci/resolve.py`` interprets pip's output."""
+"""Tests how ``ci/resolve.py`` interprets pip's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner of benchmark programs, without a GPU: implementations that succeed and fail, reports, bars, plots and pages."""
+"""Tests the runner of benchmark programs without a GPU: implementations that succeed and fail, reports, bars, plots and pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages are scanned for kernels, and device code is imported at the first launch."""
+"""Tests that packages are scanned for kernels, and that device code is imported at the first launch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_scanning_imports_no_triton() -> None:
 
 
 def _wanted(path: Path, name: str) -> Iterator[str]:
-    """Returns the module names in ``DeviceModule(__name__ + "_device")`` and ``DeviceModule("package.module_device")``."""
+    """Yields the names of the device modules that a launcher's module refers to by ``DeviceModule(...)``."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "DeviceModule":
             yield str(eval(ast.unparse(node.args[0]), {"__name__": name}))
@@ -78,7 +78,7 @@ def test_launchers_name_device_code_that_exists_and_all_device_code_is_wanted() 
     assert wanted == {name for name in modules() if name.endswith(DEVICE_SUFFIX)}
 
 
-# -- a package as somebody writes it ----------------------------------------------------------------------------------------------
+# -- a package written for the test ----------------------------------------------------------------------------------------------
 
 LAUNCHER = """
 from tokenspeed_kernel_base.discovery import DeviceModule

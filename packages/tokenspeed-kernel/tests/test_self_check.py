@@ -1,4 +1,4 @@
-"""The self-check finds a planted wrong kernel, disables it, and checks the kernel that takes over."""
+"""The self-check must find a planted wrong kernel, disable it, and check the kernel that is selected instead."""
 
 from __future__ import annotations
 

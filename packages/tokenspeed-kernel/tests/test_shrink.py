@@ -1,4 +1,4 @@
-"""Cases as data, and the smallest call with the same failure."""
+"""Tests recipes of cases, and shrinking: the search for the smallest call with the same failure."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_size_is_narrowed_wherever_it_stands() -> None:
 @pytest.mark.parametrize("mode", ["mha_prefill", "mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache",
                                   "mla_prefill", "mm", "rmsnorm", "moe_topk", "apply_rope", "sample_top_k_top_p"])  # fmt: skip
 def test_the_first_items_of_a_batch_give_the_first_rows(mode: str) -> None:
-    """The results of the first items do not depend on the other items."""
+    """If a call is cut to the first half of its items, its results must equal the first rows of the whole call's results."""
     op = get_operator(mode)
     checked = 0
     for case in op.all_cases():
@@ -236,7 +236,8 @@ def test_a_case_that_is_a_plain_function_is_narrowed() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_another_fault_is_not_mistaken_for_the_same() -> None:
-    """Smaller calls raise an error. The original fault is a wrong value, so shrinking must not end at these calls."""
+    """Smaller calls of this kernel raise an error. The original fault is a wrong value, so shrinking must not end at a call with
+    the error."""
 
     def bad(op: Operator[Any, Any], arguments: dict[str, Any]) -> Any:
         if arguments["x"].shape[0] < 5:
@@ -264,7 +265,7 @@ def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("op", operators(), ids=str)
 def test_cases_of_every_operator_shrink_to_little(op: Operator[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If every call of a kernel is wrong, shrinking ends at the smallest call that the operator accepts."""
+    """If every call of a kernel is wrong, shrinking must end at a call that is smaller than the case, and find no smaller one."""
     failed = CaseResult("k", str(op), "c", Status.FAILED, faults=(Fault("values output", ""),))
     monkeypatch.setattr(sys.modules["tokenspeed_kernel.workbench.numerics.shrink"], "verify_case", lambda *args, **options: failed)
     spec = KernelSpec("tried", op.family, op.mode, solution="tried", format_signatures=None)
@@ -282,7 +283,8 @@ def test_cases_of_every_operator_shrink_to_little(op: Operator[Any, Any], monkey
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_captured_call_is_narrowed() -> None:
-    """The recipe of a captured call has no sizes to vary, only descriptions of arguments. So shrinking narrows the arguments."""
+    """The recipe of a captured call has no sizes to vary, only descriptions of arguments. So shrinking must cut the arguments
+    themselves."""
     op, spec = get_operator("silu_and_mul"), _register("silu_and_mul", _doubled)
     with tk.shape_capture() as found:
         op.function(torch.ones(9, 8))

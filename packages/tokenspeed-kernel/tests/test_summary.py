@@ -1,4 +1,4 @@
-"""The summary of a failing test: a few lines, however many results there are and however long their texts are."""
+"""Tests that the summary of a failing test has few lines, for any number of results and any length of their texts."""
 
 from __future__ import annotations
 

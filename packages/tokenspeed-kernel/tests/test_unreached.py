@@ -1,4 +1,4 @@
-"""A kernel that is eligible for no case must not pass: `tokenspeed_kernel.workbench.numerics.unreached`."""
+"""Tests `tokenspeed_kernel.workbench.numerics.unreached`: verification must not pass a kernel that is eligible for no case."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""SGLang's engine on GPT-OSS-120B with random weights on one GPU, with and without this plugin: decode steps and prefills.
+"""Measures SGLang's engine on GPT-OSS-120B with random weights on one GPU, with and without this plugin: decode steps and prefills.
 
-Each variant runs in its own process, which starts an engine. Decode: the same prompts generate few tokens and many tokens. The time
-per token is the difference of the median times, divided by the number of additional tokens. Prefill: prompts generate one token.
-``--plan`` prints what would run, without a GPU and without SGLang.
+Each variant runs in its own process, which starts an engine. Decode: prompts generate few tokens in one run, and many tokens in
+another run. The time per token is the difference of the median times, divided by the number of additional tokens. Prefill: prompts
+generate one token. ``--plan`` prints what would run, without a GPU and without SGLang.
 
     python tools/sglang_plugin/benchmarks/beside_sglang.py --output beside_sglang.json
 """
@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve()
 # The configuration and the random weights are those of the vLLM plugin's benchmark.
 WEIGHTS = HERE.parents[2] / "vllm_plugin" / "benchmarks" / "random_gpt_oss.py"
 PLUGIN, DRAW = "tokenspeed_kernel", "random_gpt_oss"
-# Variant name -> environment variables, and options of the engine.
+# The parts of `VARIANTS`, which maps a variant's name to environment variables and options of the engine.
 OWN: dict[str, Any] = {"attention_backend": "fa3", "moe_runner_backend": "triton_kernel"}
 OURS: dict[str, Any] = {"attention_backend": "fa3", "page_size": 64, "moe_runner_backend": "triton"}
 REPLACES = {"TOKENSPEED_SGLANG_ATTENTION_REPLACES": "fa3"}
@@ -45,8 +45,8 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {**OWN, "moe_runner_backend": "triton"},
     ),
 }
-# The bars on one H200, for all 36 layers: milliseconds per token by batch, and tokens per second of a prefill. None means: at most
-# the time of the variant "sglang".
+# The acceptance bars on one H200, for all 36 layers: the largest milliseconds per token, by batch size, and the smallest tokens per
+# second of a prefill. None: at most the time of the variant "sglang".
 DECODE_BARS: dict[int, float | None] = {1: 2.9, 4: None, 16: 8.0, 64: None}
 PREFILL_BARS = {"4x8192": 47_000.0}
 
@@ -94,9 +94,7 @@ def engine_options(options: argparse.Namespace, variant: str, model: Path) -> di
 
 
 def plan(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a description of what would run: for each variant the environment, the engine's arguments and the measured
-    figures.
-    """
+    """Describes what would run: for each variant, the environment, the engine's arguments, and the figures to measure."""
     figures = [f"decode {batch}" for batch in options.batches] + [f"prefill {text}" for text in options.prefills]
     return [
         {
@@ -110,9 +108,7 @@ def plan(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def write_entry_point(folder: Path) -> None:
-    """Writes a module and an entry point. Through these, SGLang's processes draw our random weights instead of SGLang's dummy
-    weights.
-    """
+    """Writes a module and an entry point of SGLang, which calls `register_weights` in SGLang's processes."""
     (folder / f"{DRAW}_sglang.py").write_text(
         f"import importlib.util\n"
         f"def register():\n"
@@ -128,7 +124,7 @@ def write_entry_point(folder: Path) -> None:
 
 
 def weights_module() -> Any:
-    """Returns the module that draws the random weights."""
+    """Returns the module that makes the random weights."""
     spec = importlib.util.spec_from_file_location(DRAW, WEIGHTS)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(WEIGHTS)
@@ -138,7 +134,7 @@ def weights_module() -> Any:
 
 
 def register_weights() -> None:
-    """Makes SGLang draw our random weights. Runs in SGLang's processes."""
+    """Makes SGLang use our random weights instead of its dummy weights. Runs in SGLang's processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def fill(model: Any, *_: Any, **__: Any) -> None:
@@ -164,7 +160,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     generator = random.Random(0)
 
     def seconds(count: int, length: int, tokens: int) -> float:
-        # Every run has new prompts, so that no run finds its prefix in a cache.
+        # Every run has new prompts, so no run finds its prefix in a cache.
         prompts = [[generator.randrange(100, 120_000) for _ in range(length)] for _ in range(count)]
         begun = time.perf_counter()
         outputs = engine.generate(

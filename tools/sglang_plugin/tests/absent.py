@@ -1,5 +1,5 @@
-"""Modules that SGLang imports and these tests do not need: images, notebooks, compiled kernels. Without a GPU they cannot be
-installed, or are large."""
+"""Replaces modules that SGLang imports but these tests do not need, such as those for images, notebooks and compiled kernels. Some
+cannot be installed without a GPU, and others are large."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 from typing import Any, ClassVar
 
-# Top-level packages that are replaced if they are not installed.
+# The top-level packages that are replaced if they are not installed.
 ABSENT = ("IPython", "sentencepiece", "torchvision", "torchaudio", "torchao", "sgl_kernel", "flashinfer", "vllm")
 
 
@@ -22,7 +22,7 @@ class _AnyName(type):
 
 
 class _Nothing(metaclass=_AnyName):
-    """Stands for any name of an absent module."""
+    """The value of every attribute of an absent module."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass
@@ -55,5 +55,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in() -> None:
-    """Makes imports of the packages that are not installed succeed."""
+    """Makes imports of the packages in ``ABSENT`` succeed if the packages are not installed."""
     sys.meta_path.append(_Finder({name for name in ABSENT if importlib.util.find_spec(name) is None}))

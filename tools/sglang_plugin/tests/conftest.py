@@ -1,4 +1,5 @@
-"""Settings of the tests: SGLang is imported on a machine without a GPU, and this machine's tuning results do not affect tests."""
+"""Settings for the tests: SGLang can be imported on a machine without a GPU, and this machine's tuning results do not affect
+tests."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if importlib.util.find_spec("sglang") is not None:
 
 @pytest.fixture(autouse=True)
 def _empty_record() -> Iterator[None]:
-    """Decisions of one test do not appear in the receipt of another."""
+    """Clears the recorded decisions before and after each test, so the receipt of a test has only its own decisions."""
     if importlib.util.find_spec("tokenspeed_kernel_sglang") is None:
         yield
         return

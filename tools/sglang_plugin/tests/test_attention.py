@@ -1,4 +1,4 @@
-"""The attention backend, with SGLang's layers and caches on a CPU, compared with plain PyTorch attention."""
+"""Compares the attention backend, with SGLang's layers and caches on a CPU, with plain PyTorch attention."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Pool:
 
 
 class Model(torch.nn.Module):
-    """Layer 0 has a window of 8 tokens (SGLang says 7), layer 1 has none."""
+    """A model of two layers. Layer 0 has a window of 8 tokens, which SGLang calls 7, because it does not count the token itself.
+    Layer 1 has no window."""
 
     def __init__(self, sinks: bool, cap: float, **options: Any) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def make_batch(runner: Any, mode: ForwardMode, prefix: list[int], new: list[int]
 
 
 class Requests:
-    """The keys and values of all tokens so far, and plain attention over them."""
+    """Holds the keys and values of all tokens so far, and computes plain attention over them."""
 
     def __init__(self, runner: Any, scale: float = 1.0) -> None:
         self.runner, self.scale = runner, scale
@@ -97,7 +98,7 @@ class Requests:
         self.known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def step(self, backend: TokenspeedBackend, batch: Any) -> None:
-        """Runs both layers, and compares with plain attention."""
+        """Runs both layers on a batch, and compares the outputs with plain attention."""
         for layer in self.runner.model.layers:
             tokens = len(batch.out_cache_loc)
             qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * DIM, generator=self.generator).to(BF16)
@@ -206,7 +207,7 @@ def test_graphs_read_static_buffers(shift: int) -> None:
         found = backend.forward_metadata
         assert found is not None
         assert [part.data_ptr() for part in (found.seq_lens, found.page_table, found.window_table)] == addresses
-        assert found.max_seq_len == CONTEXT  # bounds of a captured graph hold for every replay
+        assert found.max_seq_len == CONTEXT  # the bound of a captured graph must be valid for every replay
         # The captured graph reads the metadata of the capture.
         backend.forward_metadata = seen
         requests.step(backend, batch)

@@ -1,4 +1,4 @@
-"""The benchmark program: its arguments, its plan, its entry point and its bars. Its measurements need a GPU."""
+"""Tests the benchmark program without a GPU: its arguments, its plan, its entry point and its acceptance bars."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_plan(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
     planned = json.loads(capsys.readouterr().out)
     assert [run["variant"] for run in planned] == list(program.VARIANTS)
     for run in planned:
-        read_settings(run["environment"])  # no unknown setting
+        read_settings(run["environment"])  # raises an error for an unknown setting
         assert not set(run["engine"]) - set(ServerArgs.__annotations__)
         assert run["figures"] == ["decode 1", "decode 4", "decode 16", "decode 64", "prefill 4x8192"]
         assert run["engine"]["context_length"] == 8192 + 1 + 128

@@ -1,4 +1,4 @@
-"""MXFP4 experts of GPT-OSS, through SGLang's quantisation method, compared with plain PyTorch on dequantised weights."""
+"""Compares the MXFP4 experts of GPT-OSS, run through SGLang's quantisation method, with plain PyTorch on dequantised weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def make_layer(**changes: Any) -> Any:
 
 
 def load(layer: Any, method: GptOssExperts) -> dict[str, torch.Tensor]:
-    """Fills the parameters as SGLang's loader does: features after the checkpoint's stay zero. Returns dense weights."""
+    """Fills the parameters as SGLang's loader does: padded features after the checkpoint's features stay zero. Returns the
+    dequantised weights."""
     seen: list[str] = []
     attributes = {"weight_loader": seen.append}
     method.create_weights(layer, EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16, with_bias=True, **attributes)
@@ -139,7 +140,8 @@ def test_the_form_of_the_router() -> None:
 
 def test_a_runner_backend_with_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "get_moe_runner_backend", lambda: SimpleNamespace(value="triton_kernel"))
-    if hasattr(experts.FusedMoEMethodBase, "get_moe_runner_backend"):  # since 0.5.23 at the latest, the method decides
+    # In 0.5.23, the quantisation method determines the form of the router's result.
+    if hasattr(experts.FusedMoEMethodBase, "get_moe_runner_backend"):
         assert GptOssExperts(make_layer()).get_moe_runner_backend(make_layer()) is None
     else:
         with pytest.raises(NotServedError, match="--moe-runner-backend triton_kernel"):

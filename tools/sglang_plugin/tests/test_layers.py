@@ -1,4 +1,4 @@
-"""Norms, activations and rope: SGLang's modules with our hooks, compared with SGLang's own PyTorch code."""
+"""Compares SGLang's norms, activations and rope with our hooks with SGLang's own PyTorch code."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ DTYPE = torch.bfloat16
 
 @pytest.fixture(scope="module", autouse=True)
 def _hooked() -> Any:
-    """SGLang applies our hooks to its classes; afterwards the classes are as before."""
+    """Makes SGLang apply our hooks to its classes, and restores the classes after the module's tests."""
     own = {kind: kind.forward_cuda for kind in (RMSNorm, SiluAndMul, GeluAndMul, RotaryEmbedding)}
-    if not hasattr(runtime_context, "publish"):  # 0.5.15; newer layers do without a server's arguments
+    if not hasattr(runtime_context, "publish"):  # 0.5.15; the layers of newer releases need no server arguments
         runtime_context.get_context().set_server_args(SimpleNamespace(rl_on_policy_target=None))
     for hooks in HOOKS.values():
         for target, hook in hooks.items():

@@ -1,4 +1,4 @@
-"""Settings, the entry point, and which hooks it registers with SGLang."""
+"""Tests the settings, and the hooks that the entry point registers with SGLang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tokenspeed_kernel_sglang.settings import Settings, read_settings
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Collects registrations instead of changing SGLang's registry."""
+    """Replaces SGLang's `HookRegistry.register`. Returns the dictionary in which registrations are collected."""
     found: dict[str, Any] = {}
     monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: found.update({target: (hook, kind.value)}))
     monkeypatch.setattr(parts, "_hooked", set())

@@ -1,4 +1,4 @@
-"""Measures `generate` of Llama-3.1-8B with random weights on one H200, in tokens per second, and compares it with sdpa and eager
+"""Measures tokens per second of `generate` with Llama-3.1-8B and random weights on one H200. The baselines are sdpa and eager
 attention.
 
     python tools/transformers_plugin/benchmarks/h200_transformers.py --output h200_transformers.json
@@ -51,7 +51,7 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-# Variant name -> the model's attention implementation, and the parts that `enable` puts on our kernels.
+# Variant name -> the model's attention implementation, and the arguments of `enable`; None if `enable` is not called.
 VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
     "eager": ("eager", None),
     "sdpa": ("sdpa", None),
@@ -59,8 +59,8 @@ VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
     "tokenspeed attention, norms": ("sdpa", {"gated_mlps": False}),
     "tokenspeed": ("sdpa", {}),
 }
-# The largest allowed difference between a variant's first logits and those of sdpa. The difference is a root mean square, in
-# standard deviations of the logits.
+# The largest allowed difference between a variant's first logits and sdpa's: a root mean square, in standard deviations of the
+# logits.
 _TOLERANCE = 0.05
 
 
@@ -82,7 +82,7 @@ def parser_of() -> argparse.ArgumentParser:
 
 
 def build(given: argparse.Namespace, attention: str) -> Any:
-    """Returns the model with random weights. The weights are the same for every variant."""
+    """Makes the model with random weights, which are the same for every variant."""
     sizes = dict(TINY if given.tiny else SIZES)
     if given.layers:
         sizes["num_hidden_layers"] = given.layers
@@ -94,7 +94,7 @@ def build(given: argparse.Namespace, attention: str) -> Any:
 
 
 def caller(model: Any, ids: torch.Tensor, cache: str) -> Callable[[int], Any]:
-    """Returns a function that generates some tokens and returns the first logits."""
+    """Returns a function that generates a given number of tokens and returns the first logits."""
     # All variants run without torch.compile.
     options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
 
@@ -164,7 +164,8 @@ def main(words: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def figures(given: argparse.Namespace, model: Any, ids: torch.Tensor, cache: str) -> dict[str, Any]:
-    """Returns the text of a row: the error of the first logits, and tokens per second; or why there are no figures."""
+    """Returns the figures of a row: the error of the first logits, and tokens per second; or the reason why there are no
+    figures."""
     try:
         call = caller(model, ids, cache)
         error = difference(model, call, ids)
@@ -177,7 +178,7 @@ def figures(given: argparse.Namespace, model: Any, ids: torch.Tensor, cache: str
 
 
 def difference(model: Any, call: Callable[[int], Any], ids: torch.Tensor) -> float:
-    """Returns the difference between the first logits and those with sdpa attention, in standard deviations of the logits."""
+    """Returns the root mean square of the difference between the first logits and sdpa's, in standard deviations of the logits."""
     got = call(1)
     own = model.config._attn_implementation
     model.set_attn_implementation("sdpa")

@@ -1,4 +1,4 @@
-"""Settings of the tests: transformers uses no network, and tuning results of this machine do not affect tests."""
+"""Settings for the tests: transformers uses no network, and this machine's tuning results do not affect tests."""
 
 from __future__ import annotations
 

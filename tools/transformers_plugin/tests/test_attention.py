@@ -1,5 +1,5 @@
-"""Attention in transformers' own models: logits and greedy tokens are compared with eager attention, for padding and caches of
-every kind."""
+"""Compares logits and greedy tokens of transformers' own models with those of eager attention, for all kinds of padding and
+caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tokenspeed_kernel_transformers import masks
 from tokenspeed_kernel_transformers.attention import _pages, attention_forward
 from tokenspeed_kernel_transformers.batch import unpack
 
-# The name of a model's cache argument, which transformers 5.23 has changed.
+# The name of a model's cache argument. transformers 5.23 has changed this name.
 CACHE = "cache" if "cache" in inspect.signature(create_masks_for_generate).parameters else "past_key_values"
 
 
@@ -61,7 +61,7 @@ def test_padding_between_tokens_falls_back(name: str, caplog: Any) -> None:
 
 
 def operators_of(run: Callable[[], object]) -> set[str]:
-    """Returns the operators that a function calls."""
+    """Runs a function, and returns the operators that it calls."""
     seen: set[str] = set()
 
     def watcher(call: Any, run: Any) -> Any:
@@ -79,7 +79,7 @@ def logits_of(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, *
 
 
 def both(name: str, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits of our attention, and of eager attention."""
+    """Returns the logits of a model with our attention, and with eager attention."""
     model = make(name)
     expected = logits_of(model, *arguments, **options)
     model.set_attn_implementation("tokenspeed")
@@ -123,7 +123,7 @@ def test_prompts_in_chunks(name: str, kind: str, static: bool) -> None:
 
 
 def positions(mask: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
-    """Returns the positions of the tokens from begin to end, counted from a row's first token."""
+    """Returns the positions of the tokens ``begin`` to ``end``, counted from each row's first token that is not padding."""
     return None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, begin:end]
 
 
@@ -156,7 +156,7 @@ def test_layers_with_other_heads_than_the_configuration() -> None:
     model, ids = make("llama"), prompts()
     expected = generate(model, ids)
     model.set_attn_implementation("tokenspeed")
-    model.config.num_key_value_heads = 1  # the mask function reads this number, and the layers correct the pages
+    model.config.num_key_value_heads = 1  # the mask function reads this wrong number, and the layers must correct the pages
     layers = {layer.self_attn: layer.self_attn.num_key_value_groups for layer in model.model.layers}
     assert set(layers.values()) == {2}
     torch.testing.assert_close(generate(model, ids).logits, expected.logits, atol=2e-5, rtol=2e-5)
@@ -213,7 +213,7 @@ def test_position_bias_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_narrow_floats(name: str, dtype: torch.dtype) -> None:
-    """The error relative to float32 is at most 1.5 times the error of eager attention."""
+    """The error relative to float32 must be at most 1.5 times the error of eager attention."""
     ids = prompts()
     wide, model = make(name), make(name, dtype)
     wide.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
@@ -225,7 +225,7 @@ def test_narrow_floats(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_compiled_as_one_graph(name: str) -> None:
-    """Decode steps with a static cache are compiled as in `generate`: masks are made outside of the graph."""
+    """Decode steps with a static cache must compile as one graph. As in `generate`, masks are made outside of the graph."""
     calls: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:

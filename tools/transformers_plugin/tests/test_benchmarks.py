@@ -1,4 +1,4 @@
-"""The benchmark program, on a small model."""
+"""Runs the benchmark program on a small model."""
 
 from __future__ import annotations
 

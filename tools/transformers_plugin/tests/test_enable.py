@@ -1,4 +1,4 @@
-"""`enable`: which layers run on our kernels afterwards, and whether models still compute the same results."""
+"""Tests `enable`: the layers that then run on our kernels, and the models' results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_models import CONFIGURATIONS, generate, make, padding, prompts
 import tokenspeed_kernel_transformers
 from tokenspeed_kernel_transformers import enable
 
-# The parts of each model that our kernels run. Mixers are never among these parts.
+# The parts of each model that run on our kernels. Layers with a state always run transformers' own code.
 PARTS = {
     "llama": {"attention", "norms", "gated MLPs"},
     "qwen3": {"attention", "norms", "gated MLPs"},
@@ -49,7 +49,7 @@ def test_models(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "gemma3"])
 def test_bf16(name: str) -> None:
-    """The error of the first logits relative to float32 is at most twice the error of transformers' own code."""
+    """The error of the first logits relative to float32 must be at most twice the error of transformers' own code."""
     ids, wide, model = prompts(), make(name), make(name, torch.bfloat16)
     wide.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
     expected = generate(wide, ids, new=1).logits

@@ -1,4 +1,4 @@
-"""Experts in transformers' own models: logits and greedy tokens are compared with eager experts."""
+"""Compares logits and greedy tokens of transformers' own models with those of eager experts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_the_plan_is_made_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_from_mxfp4_are_packed(dtype: torch.dtype) -> None:
-    """Weights that were dequantised from MXFP4 are packed again without loss, blocks of small values and of zeros included."""
+    """Weights that were dequantised from MXFP4 must be packed as MXFP4 again without loss, including blocks of small values and of
+    zeros."""
     model, ids = make("gpt_oss", dtype), prompts()
     for layer in experts_of(model):
         for weight in (layer.gate_up_proj, layer.down_proj):

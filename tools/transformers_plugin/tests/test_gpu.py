@@ -1,4 +1,4 @@
-"""Models on an NVIDIA GPU, where kernels run instead of references. Results are compared with transformers' own attention."""
+"""Runs models on an NVIDIA GPU, where kernels run instead of references, and compares the results with transformers' own code."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ pytestmark = [
 @pytest.mark.parametrize("kind", ["none", "left"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "gemma2", "gemma3", "mixtral", "deepseek_v3"])
 def test_generate(name: str, kind: str, cache: str) -> None:
-    """The error of the first logits relative to float32 is at most twice that of transformers' own code in bf16. Later logits are
-    not compared, because they may follow other tokens."""
+    """The error of the first logits relative to float32 must be at most twice the error of transformers' own code in bf16. Later
+    logits are not compared, because the generated tokens may differ."""
     ids = prompts()
     mask = padding(kind, ids)
     model, wide = make(name, torch.bfloat16), make(name)
@@ -42,7 +42,7 @@ def test_generate(name: str, kind: str, cache: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 @pytest.mark.parametrize("kind", ["none", "left"])
 def test_fp32_decode_steps(name: str, kind: str) -> None:
-    """Compares the greedy tokens of a float32 model. There, our attention differs from eager attention by rounding only."""
+    """Compares logits and greedy tokens in float32, where our attention differs from eager attention by rounding only."""
     model, ids = make(name).cuda(), prompts().cuda()
     mask = padding(kind, ids)
     expected = generate(model, ids, mask)

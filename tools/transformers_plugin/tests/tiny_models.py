@@ -1,4 +1,4 @@
-"""Small models of transformers' own classes with random weights, and the tokens that they generate."""
+"""Makes small models of transformers' own classes with random weights, and generates tokens with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-# For each model: the class of its configuration, and the arguments besides `SIZES`.
+# For each model: the name of its configuration's class, and the arguments besides `SIZES`.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {**LAYERS, "use_sliding_window": True}),
@@ -82,7 +82,7 @@ def _made(name: str, dtype: torch.dtype) -> Any:
         config = getattr(transformers, kind)(**{**SIZES, **more})
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
         with torch.no_grad():
-            for parameter in model.parameters():  # larger than usual, so that greedy tokens depend on the attention
+            for parameter in model.parameters():  # weights are larger than usual, so greedy tokens depend on the attention
                 parameter.add_(torch.randn_like(parameter) * 0.15)
     return model.eval().to(dtype)
 
@@ -106,7 +106,7 @@ class Generated:
 
 
 def prompts(batch: int = 3, tokens: int = 11) -> Tensor:
-    """Returns prompts that are longer than the windows of `LAYERS`, without padding tokens."""
+    """Returns random prompts that are longer than the window of `LAYERS`, without padding tokens."""
     draw = torch.Generator().manual_seed(2)
     return torch.randint(0, VOCABULARY - 1, (batch, tokens), generator=draw)
 

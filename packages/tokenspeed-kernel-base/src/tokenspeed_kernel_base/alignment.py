@@ -1,4 +1,5 @@
-"""Row alignment to 16 bytes, which bulk copies to shared memory need; aligned copies of unaligned tensors."""
+"""Tests whether a tensor's rows are aligned to 16 bytes, as bulk copies to shared memory require. Makes aligned copies of other
+tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def is_aligned(tensor: Tensor) -> bool:
     is a multiple of ROW_BYTES."""
     if tensor.data_ptr() % ROW_BYTES:
         return False
-    if tensor.is_contiguous():  # the common case, and a cheap test
+    if tensor.is_contiguous():  # contiguous rows, and a row's size is aligned; the common case, and a cheap test
         return True
     step = ROW_BYTES // tensor.element_size()
     *outer, last = tensor.stride()
@@ -41,7 +42,7 @@ def aligned_cache(cache: Tensor, name: str) -> Tensor:
 
 
 def copied_cache(cache: Tensor) -> str:
-    """The line that `explain` shows for a cache that a kernel would copy; empty if no copy is needed."""
+    """Returns the line that `explain` shows for a cache that a kernel would copy; an empty text if no copy is needed."""
     if type(cache) is not Tensor or cache.is_meta or is_aligned(cache):
         return ""
     size = cache.numel() * cache.element_size()

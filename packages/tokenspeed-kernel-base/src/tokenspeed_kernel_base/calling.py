@@ -1,6 +1,6 @@
 """Calls of operators: check the call, select a kernel, memoise the decision, launch.
 
-An operator may be called through several functions, each made by a `Caller`. The core's function selects among all kernels. The
+An operator may have several public functions, each made by its own `Caller`. The core's function selects among all kernels. The
 function of a wheel that works alone selects among that wheel's kernels. All these functions have the operator's signature,
 docstring and checks.
 
@@ -34,11 +34,11 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
 from tokenspeed_kernel_base.stand_ins import is_traced, readable
 
-# Key, in `Caller._comparisons`, of the functions that build comparisons with the last decided calls, newest first. The chain of the
-# built comparisons is under the key `fast_path.FIRST`.
+# Key in the dictionary `Caller._comparisons`. Its value is a tuple of functions, newest first, each of which builds the comparison
+# with one of the last decided calls. The chain of the built comparisons is under the key `fast_path.FIRST`.
 _MAKERS = "makers"
 
-# An overlap guard remembers at most this many sets of tensor addresses that passed. Checking a new set takes a microsecond.
+# An overlap guard remembers at most this many tuples of tensor addresses that passed. Checking a new tuple takes a microsecond.
 _MOST_ADDRESSES = 512
 
 
@@ -124,7 +124,7 @@ class Caller:
         invalid."""
         try:
             limits, run = self._memo[key]
-        except (KeyError, TypeError):  # there is no decision, or an option is not hashable and `decide` raises an error
+        except (KeyError, TypeError):  # no decision yet, or an option is not hashable: then `decide` raises an error
             run = None
         else:
             for position, least, most in limits:
@@ -147,7 +147,7 @@ class Caller:
         arguments = dict(zip(op.names, args, strict=True))
         if is_traced(op.parameters, arguments):
             return (lambda *values: self.lowering.call(*values, override, solution)), False
-        check = op.check_call(arguments, values=False)  # the value guard checks values in this call, and whenever they change
+        check = op.check_call(arguments, values=False)  # the value guard checks values, in this call and whenever they change
         request, selected = self._select(arguments, check, override, solution)
         guarded = self._with_overlap_guard(self._launcher(selected, arguments), arguments)
         limits = tuple(_limit(name, op, arguments[name], check, request) for name in op.bounds if arguments[name] is not None)
@@ -170,7 +170,7 @@ class Caller:
     def _remember_comparison(
         self, args: tuple[Any, ...], override: str | None, solution: str | None, decision: Decision, started: int
     ) -> None:
-        """Puts a comparison with this call in front of the comparisons with the last decided calls."""
+        """Prepends a comparison with this call to the chain of comparisons with the last decided calls."""
         if self._comparisons is None:
             return
         makers = (self._comparison(args, override, solution, decision), *self._comparisons.get(_MAKERS, ()))[: fast_path.CHAIN]
@@ -181,7 +181,8 @@ class Caller:
         memo.remember(self._comparisons, fast_path.FIRST, first, started)
 
     def forget(self) -> None:
-        """Clears the memo of calls, so that every call is decided afresh. Selections for requests stay memoised."""
+        """Clears the memoised decisions of calls, so the next call of each description is decided again. Selections for requests
+        stay memoised."""
         self._memo.clear()
         if self._comparisons is not None:
             self._comparisons.clear()
@@ -222,7 +223,8 @@ class Caller:
         return self._replacing(tuple(normal))(impl, normal) if normal else impl
 
     def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
-        """Returns a function that launches nothing if all outputs of the call are empty; None for other calls."""
+        """Returns a function that makes the outputs and launches nothing, if all outputs of the call are empty and the call writes
+        to nothing else. Returns None for all other calls."""
         op = self.op
         if any(arguments[name] is not None for name in op.mutates):
             return None
@@ -246,8 +248,9 @@ class Caller:
         """Returns ``call`` with an overlap check before it: memory that the call writes to must not overlap another argument.
         Returns ``call`` itself if the call writes to no argument.
 
-        Shapes and strides are part of the description. So two tensors that passed the check once pass again at any addresses with
-        the same distance. Each call compares its tensors' distances in memory with the distances that have passed.
+        Shapes and strides are part of the description. So if two tensors passed the check once, two tensors at the same distance in
+        memory pass it again. At a new tuple of addresses, the guard compares the tensors' distances with the distances that have
+        passed.
         """
         op = self.op
         if not op.written(arguments):
@@ -258,7 +261,7 @@ class Caller:
         spans = {name: span(tensor) for name, tensor in tensors.items()}
 
         def near(at: Mapping[str, int]) -> set[tuple[str, str, int]]:
-            """Returns the pairs of tensors that may overlap, with the distances between their addresses."""
+            """Returns the pairs of tensors whose spans in memory overlap, with the distances between their addresses."""
             distances = ((written, other, at[other] - at[written]) for written, other, _ in pairs)
             return {each for each in distances if -spans[each[1]] < each[2] < spans[each[0]]}
 
@@ -277,7 +280,8 @@ class Caller:
         return self._overlap_guard(names)(call, known, check) if pairs else call
 
     def _with_check(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Decision:
-        """Returns ``call`` with the check of values in host memory, if the call has such values."""
+        """Returns the decision to run ``call``. If the arguments include values in host memory, the decision also has the check of
+        these values."""
         op = self.op
         hints = [p.name for p in op.parameters if p.kind is Kind.HINT]
         watched = tuple(n for n in op.host_values if n not in hints and arguments[n] is not None and readable(arguments[n]))
@@ -308,7 +312,7 @@ class Caller:
         called: str | None = None,
         **facts: Any,
     ) -> Any:
-        """Selects a kernel for calls before any tensor exists, and the layout to which `prepare` converts objects.
+        """Selects a kernel for calls before any tensor exists, and the layout to which `prepare` converts objects such as weights.
 
         Args:
             args, facts: the arguments of the operator's ``plan`` hook.
@@ -364,8 +368,8 @@ class Caller:
         """Checks the arguments of a call, selects a kernel, and returns a function for direct calls of this kernel.
 
         The function has all parameters of the operator, in order, and is for calls of the same description. The function adds no
-        cost to the kernel's launch, and checks only values in host memory. It checks these values whenever they change, because a
-        wrong length can end the process instead of raising an error.
+        overhead to the kernel's launch, except a check of values in host memory. These values are checked whenever they change,
+        because a wrong length can crash the process.
         """
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
@@ -386,14 +390,15 @@ class Caller:
 
 
 def _decide_part(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
-    """Returns the function that a composed kernel calls for one operator of its body, and whether further calls may reuse it."""
+    """Decides a call of one operator in a composed kernel's body. Returns the function that runs the call, and whether further
+    calls may reuse this function."""
     caller: Caller = function.caller
     return caller._decide(args, None, None)
 
 
 def _limit(name: str, op: Operator[Any, Any], value: int, check: Checker, request: Request) -> Limit:
     """Returns the range of values of a bound, such as ``max_seqlen_k``, for which the selected kernel stays the same. If selection
-    depends on sizes, the range is one bucket of sizes. Otherwise it is every value that the check allows.
+    depends on sizes, the range is one bucket of sizes. Otherwise the range is every value that the ``check`` hook allows.
     """
     position = op.names.index(name)
     least, most = check.ranges.get(name, (value, value))

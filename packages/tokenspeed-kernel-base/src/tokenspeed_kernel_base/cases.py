@@ -1,7 +1,7 @@
 """Named inputs of an operator, and the cost of a call.
 
-Cases are the only source of inputs: tests, `verify`, benchmarks and tuning all run them. A case is a name and a function that draws
-the arguments from a seeded generator on a device. Nothing is allocated until the case is built.
+Tests, `verify`, benchmarks and tuning take their inputs from cases only. A case is a name and a function that makes the arguments
+on a device, with a seeded random generator. Nothing is allocated until the case is built.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SAMPLED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Draw:
-    """Random and constant tensors on one device, from one seed."""
+    """Makes random and constant tensors on one device, from one seed."""
 
     def __init__(self, device: torch.device | str = "cpu", seed: int = 0) -> None:
         self.device = torch.device(device)
@@ -29,7 +29,8 @@ class Draw:
         self.generator = torch.Generator("cpu" if self.device.type == "meta" else self.device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-        """A normally distributed tensor with standard deviation ``scale``. Dtypes that cannot be sampled are cast from float32."""
+        """A normally distributed tensor with standard deviation ``scale``. Dtypes other than float64, float32, float16 and bfloat16
+        are sampled in float32 and cast."""
         drawn = dtype if dtype in _SAMPLED else torch.float32
         values = torch.randn(shape, generator=self.generator, device=self.device, dtype=drawn)
         return (values * scale if scale != 1.0 else values).to(dtype)
@@ -39,7 +40,7 @@ class Draw:
         return (values * (high - low) + low).to(dtype)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """A tensor of integers that are uniform in ``low`` to ``high - 1``."""
+        """A tensor of random integers from ``low`` to ``high - 1``, uniformly distributed."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.device, dtype=dtype)
 
     def permutation(self, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -62,9 +63,9 @@ class Draw:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Draws a case's arguments, and keeps the plain values that describe these arguments: shapes, lengths, dtypes.
+    """A callable that makes a case's arguments from plain values, and keeps these values: shapes, lengths, dtypes.
 
-    Tests make variants of a case by changing these values, for example to shrink a failing case or to respect a kernel's limits.
+    Tests make variants of a case by changing the values, for example to shrink a failing case or to respect a kernel's limits.
     Functions decorated with `recipe` return recipes.
 
     Attributes:
@@ -103,7 +104,7 @@ class Recipe:
         return Recipe(self.maker, kept)
 
     def __str__(self) -> str:
-        """Python source that makes the recipe, for a module that imports the maker."""
+        """The call of the maker that makes this recipe, as Python source."""
         args, kwargs = self._arguments()
         parts = [*(_text(value) for value in args), *(f"{name}={_text(value)}" for name, value in kwargs.items())]
         return f"{self.maker.__name__}({', '.join(parts)})"
@@ -121,8 +122,8 @@ def _text(value: Any) -> str:
 
 
 def recipe(maker: Callable[P, Callable[[Draw], dict[str, Any]]]) -> Callable[P, Recipe]:
-    """Decorates a function of plain values (numbers, lengths, dtypes, other recipes) that returns the ``make`` function of a
-    `Case`."""
+    """Decorates a function that takes plain values (numbers, lengths, dtypes, other recipes) and returns the ``make`` function of a
+    `Case`. The decorated function returns a `Recipe` instead."""
 
     @functools.wraps(maker)
     def make(*args: P.args, **kwargs: P.kwargs) -> Recipe:
@@ -142,11 +143,11 @@ class Case:
 
     Attributes:
         name: what the case represents: ``"gpt-oss-120b decode 64 x 8k"``. Unique within the operator.
-        make: draws the arguments, by name; a `Recipe`, or any function.
-        large: sized for a GPU; correctness tests on a CPU skip it.
+        make: makes the arguments, by name, with a `Draw`; a `Recipe` or any function.
+        large: whether the case is sized for a GPU; correctness tests on a CPU skip it.
         tags: free labels to select cases by.
         world_size: number of processes, each a rank of torch.distributed's default group. ``make`` runs on every rank with the same
-            seed. In a process without a group, ``make`` returns the arguments of a group of one.
+            seed. In a process without a default group, ``make`` returns arguments for a group of one rank.
     """
 
     name: str
@@ -162,8 +163,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """The minimum work of a call: floating-point operations (a multiply-add counts as 2), and bytes to read and write, each byte
-    once."""
+    """The minimum work of a call: floating-point operations (a multiply-add counts as 2), and bytes read and written, where each
+    byte counts once."""
 
     flops: float
     bytes: float
@@ -177,8 +178,8 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
 def absent_ids(ids: torch.Tensor, absent: torch.Tensor, bound: int | None = None) -> torch.Tensor:
     """A copy of ``ids``. The ids under the mask ``absent`` are replaced by invalid ids from the dtype's whole range.
 
-    Negative ids are invalid. With a ``bound``, ids equal to or above ``bound`` are also invalid. Some of these int64 ids truncate
-    to small valid ids, which catches kernels that narrow ids to 32 bits before the range check.
+    Negative ids are invalid. With a ``bound``, ids equal to or above ``bound`` are also invalid. Some of these int64 ids become
+    small valid ids when truncated to 32 bits. They catch kernels that narrow ids to 32 bits before the range check.
     """
     info = torch.iinfo(ids.dtype)
     wide = info.bits > 32

@@ -1,13 +1,13 @@
 """Argument checks whose errors name the argument, its requirement and its value.
 
-An operator's ``check`` hook gets a `Checker` and states shapes by named sizes. The first tensor that mentions a size binds that
+An operator's ``check`` hook gets a `Checker` and states shapes by named sizes. The first tensor whose shape names a size binds that
 size, and every later tensor must agree::
 
     check.tensor("q", q, "tokens heads head_dim", FLOATS)
     check.tensor("k", k, "kv_tokens kv_heads head_dim", q.dtype)
     check.divides("kv_heads", "heads")
 
-Wrong shapes and values raise ValueError, wrong types and dtypes TypeError. Both raise before any kernel is launched.
+Wrong shapes and values raise ValueError, wrong types and dtypes TypeError. Both errors are raised before any kernel is launched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INTS = frozenset({torch.int32, torch.int64})
 
 
 def describe(value: Any) -> str:
-    """A value as an error message shows it: tensors by dtype, shape and device."""
+    """Formats a value for an error message. A tensor is described by dtype, shape and device."""
     if isinstance(value, torch.Tensor):
         unusual = unusual_storage(value)
         if unusual:
@@ -42,8 +42,8 @@ def describe(value: Any) -> str:
 
 
 def unusual_storage(tensor: torch.Tensor) -> str:
-    """The kind of storage if shape and strides do not locate the tensor's elements: ``"sparse_csr"``, ``"nested"``... Empty for an
-    ordinary tensor.
+    """Returns the kind of storage of a tensor whose shape and strides do not locate its elements: ``"sparse_csr"``, ``"nested"``...
+    Returns an empty text for an ordinary tensor.
     """
     if tensor.is_nested:
         return "nested"
@@ -115,8 +115,8 @@ class Checker:
     def bound(self, argument: str, value: int | None, least: int = 0, most: int = sys.maxsize, why: str = "") -> None:
         """Checks an integer that the operator declares as a bound; None passes.
 
-        Declares that the check holds for every value of this argument within these limits. A later call that differs only in this
-        value hits the memo and skips the check. So the check must use the value for nothing else.
+        The call also declares that the ``check`` hook accepts every value of this argument within these limits. A later call that
+        differs only in this value hits the memo and skips the check. So the hook must use the value for nothing else.
 
         Args:
             argument: its name.
@@ -140,7 +140,7 @@ class Checker:
         Args:
             argument: its name.
             value: the tensor.
-            shape: names or numbers of its sizes, outermost first; a leading ``...`` matches any number of axes.
+            shape: the name or the number of each axis' size, outermost first; a leading ``...`` matches any number of axes.
             dtype: the allowed dtype or dtypes.
         """
         if value is None:
@@ -178,7 +178,7 @@ class Checker:
             self.fail(argument, "a tensor of " + " or ".join(sorted(map(dtype_name, allowed))), got, TypeError)
 
     def divides(self, divisor: str, dividend: str) -> None:
-        """Raises ValueError unless one bound size divides another."""
+        """Raises ValueError unless the bound size ``divisor`` divides the bound size ``dividend``."""
         (small, small_source), (large, large_source) = self._sizes[divisor], self._sizes[dividend]
         if small == 0 or large % small:
             self.fail(

@@ -4,8 +4,8 @@ If a program is neither in a pack nor in a cache, the call that needs the progra
 decides about such a call: ``"allow"`` compiles, ``"warn"`` compiles and logs one line, ``"forbid"`` raises
 `CompilationForbiddenError` before the compiler starts.
 
-The policy applies to programs of Triton, Gluon and vendors' wheels. Kernels in PyTorch compile nothing. The policy does not see
-libraries that compile their own kernels by other means, such as nvcc.
+The policy applies to programs in Triton and Gluon, and to programs that vendors' wheels compile. Kernels in PyTorch compile
+nothing. The policy does not see libraries that compile their own kernels by other means, such as nvcc.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def compilations(since: int = 0) -> list[Compilation]:
     """Returns the programs that this process has compiled, in any thread, oldest first. Loading a compiled program does not count.
 
     Args:
-        since: number of compilations to omit, oldest first. To get only later compilations, store ``len(compilations())`` now and
-            pass it then.
+        since: number of compilations to omit, oldest first. To get only the compilations after some moment, store
+            ``len(compilations())`` at that moment and pass it later.
     """
     with _lock:
         return _events[since:]
@@ -127,7 +127,8 @@ class Started:
         self._begun = time.perf_counter()
 
     def finish(self) -> None:
-        """Counts the compilation, and logs it if the policy is ``"warn"``. Not called if the compilation fails."""
+        """Records the compilation, and logs it if the policy is ``"warn"``. Callers do not call this method if the compilation
+        fails."""
         event = Compilation(self._program, self._compiler, *self._caller, time.perf_counter() - self._begun)
         with _lock:
             _events.append(event)
@@ -136,7 +137,7 @@ class Started:
 
 
 def start(program: str, compiler: str) -> Started:
-    """Announces a compilation. A compiler's front end calls this function before it compiles, and `Started.finish` afterwards.
+    """Announces a compilation. Code that compiles a program calls this function first, and `Started.finish` after the compilation.
 
     Args:
         program: the program's name in messages.
@@ -149,7 +150,8 @@ def start(program: str, compiler: str) -> Started:
 
 
 def refuse_if_forbidden(program: str) -> Caller:
-    """Raises an error if the policy forbids to compile a program. Returns the kernel's call that needs the program.
+    """Raises an error if the policy forbids the compilation of a program. Otherwise returns the kernel's call that needs the
+    program.
 
     `start` calls this function.
 
@@ -173,7 +175,7 @@ def _during(operator: str, kernel: str, call: str) -> str:
 
 
 class Caller(NamedTuple):
-    """A running call of a kernel: the operator, the kernel and a description of the arguments."""
+    """A kernel's call in progress: the operator, the kernel and a description of the arguments."""
 
     operator: str
     kernel: str
@@ -183,8 +185,8 @@ class Caller(NamedTuple):
 def calling_kernel() -> Caller | None:
     """Returns the innermost kernel call of this thread; None if no kernel's call is running.
 
-    The function searches the stack for the frame of a registered launcher. This is slow, but compiling takes seconds. Launchers
-    record nothing, so launches cost nothing.
+    The function searches the stack for the frame of a registered launcher. The search is slow, but a compilation takes seconds.
+    Launchers record nothing, so launches have no extra cost.
     """
     launchers = _launchers()
     frame: FrameType | None = sys._getframe(1)
@@ -198,7 +200,7 @@ def calling_kernel() -> Caller | None:
 
 
 def called_by_kernels(inside: str) -> bool:
-    """Whether a call into a library comes from a package that has kernels, or from inside a kernel's call.
+    """Whether a library was called by a package that has kernels, or during a kernel's call.
 
     Args:
         inside: the library's name. The library's own stack frames are skipped.
@@ -227,7 +229,8 @@ def _launchers() -> dict[CodeType, list[KernelSpec]]:
 
 
 def _described(frame: FrameType) -> str:
-    """Describes the arguments in a launcher's frame: ``"x bf16[4, 2880], eps 1e-05"``. Omits arguments whose text is long."""
+    """Describes the arguments in a launcher's frame: ``"x bfloat16[4, 2880], eps 1e-05"``. Shows tensors, numbers, flags and texts,
+    and omits all other arguments."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     told = ((name, _short(frame.f_locals.get(name))) for name in names)

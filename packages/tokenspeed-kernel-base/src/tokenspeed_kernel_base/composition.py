@@ -12,11 +12,11 @@ dispatched to its best kernel. So the operator works everywhere, and model code 
 
 Two kernels follow from the body. ``reference_mm_add`` runs the body with the reference of each part; fused kernels are compared
 with this kernel. ``composed_mm_add`` runs the body with the parts' best kernels, and ranks below every other kernel of the operator
-except the reference. Both run the body's own code, but bind other functions to the parts' names.
+except the reference. Both kernels run the body's code, with other functions bound to the parts' names.
 
 A call of a composed kernel costs no more than calling its parts one by one. The description of the operator's call determines
 shapes, dtypes and options of all parts. So each part is decided when the body first runs for a description, and called directly
-afterwards. A part is looked up at every call if it has bounds, or if the body calls it more than once.
+afterwards. A part's kernel is looked up at every call if the part has bounds, or if the body calls the part more than once.
 
 The description must determine the shapes, dtypes and options of all arguments that a body passes to its parts. So no branch of a
 body may depend on values. The body's results are newly allocated contiguous tensors, or the outputs that its caller provided.
@@ -35,14 +35,15 @@ from tokenspeed_kernel_base.generated import compile_source
 
 COMPOSED = "composed"
 
-# ``decide(part, arguments)`` returns the function to call, and whether further calls of the same description may reuse it.
+# ``decide(part, arguments)`` returns the function that runs the part, and whether further calls of the same description may reuse
+# this function.
 Decide = Callable[[Any, tuple[Any, ...]], tuple[Callable[..., Any], bool]]
 
 
 @functools.cache
 def called_operators(body: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the operators that a body calls, by their names in the body. Calls in nested functions count, calls in helpers do
-    not."""
+    """Returns the operators that a body calls, by their names in the body. Includes calls in functions nested in the body, but not
+    calls in other functions that the body calls."""
 
     def names(code: types.CodeType) -> Iterator[str]:
         yield from (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
@@ -62,8 +63,8 @@ def with_parts(body: Callable[..., Any], parts: Mapping[str, Callable[..., Any]]
 
 @functools.cache
 def in_order(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator for a function that takes all of an operator's parameters by position. The decorated function has the
-    operator's signature, with its keywords and defaults.
+    """Returns a decorator for functions that take all of an operator's parameters by position. The decorated function can be called
+    like the operator, with keywords and defaults.
     """
     given = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in op.parameters)
     source = f"""\
@@ -115,8 +116,8 @@ class _Deciding:
 
     @property
     def lasting(self) -> bool:
-        """Whether further runs may call the selected kernel directly: the body called this operator exactly once, and the decision
-        may be reused.
+        """Whether further runs of the body may call the selected kernel directly. True if the first run called this operator
+        exactly once, and the decision may be reused.
         """
         return self._all_last and len(self.calls) == 1
 

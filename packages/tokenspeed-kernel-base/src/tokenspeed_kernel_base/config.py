@@ -1,21 +1,20 @@
 """All settings that come from outside the program: environment variables and one TOML file.
 
-There are two sources: environment variables that start with ``TOKENSPEED_KERNEL_``, and one TOML file named by
-``TOKENSPEED_KERNEL_CONFIG``. The environment takes precedence over the file. The settings are read when ``tokenspeed_kernel`` is
-imported, or on first use without it, and again by `reload_settings`. Later changes of ``os.environ`` have no effect, so calls never
-pay for reading settings.
+The environment variables start with ``TOKENSPEED_KERNEL_``. The variable ``TOKENSPEED_KERNEL_CONFIG`` names the TOML file. The
+environment takes precedence over the file. The settings are read when ``tokenspeed_kernel`` is imported, or on first use without
+it, and again by `reload_settings`. Later changes of ``os.environ`` have no effect, so calls never pay for reading settings.
 
 The file::
 
     objective = "accuracy"           # a `SelectionObjective` value
-    platform = "gfx950"              # pretend, for explaining only
+    platform = "gfx950"              # pretend to run there: selections can be explained, nothing launches
     disabled_plugins = ["broken"]
     verbose = true
 
     [overrides]
     "attention.mha_prefill" = "my_kernel"
 
-    [overrides.gemm]                 # the same, spelled as a table
+    [overrides.gemm]                 # an override of gemm.mm, spelled as a table
     mm = "torch_mm"
 """
 
@@ -65,8 +64,8 @@ class Settings:
     Attributes:
         overrides: forced kernels from the file: maps an operator, ``("family", "mode")``, to a kernel's name.
         env_overrides: forced kernels from the environment: maps an operator's upper-case ``FAMILY_MODE`` to a kernel's name. The
-            two parts cannot be told apart without knowing the operators, so they stay joined; `override_for` compares the joined
-            form.
+            name does not show where the family ends, because both parts may contain underscores. So `override_for` compares the
+            joined name.
         disabled_plugins: names of plugins that are not loaded; ``"*"`` means all.
         objective: name of the default `SelectionObjective`, or None.
         platform: name of the platform to select kernels for in place of the real one; None for the real platform.
@@ -95,7 +94,8 @@ class Settings:
     source: Path | None = None
 
     def override_for(self, family: str, mode: str) -> tuple[str, str] | None:
-        """The kernel that a setting forces for an operator, and the name of that setting; None if no setting forces a kernel."""
+        """Returns the kernel that a setting forces for an operator, and the name of that setting; None if no setting forces a
+        kernel."""
         joined = f"{family}_{mode}".upper()
         if joined in self.env_overrides:
             return self.env_overrides[joined], OVERRIDE_PREFIX + joined
@@ -105,7 +105,8 @@ class Settings:
 
     @property
     def watches_calls(self) -> bool:
-        """Whether calls are watched from the start: their shapes recorded, their times measured, or enclosed in profiler ranges."""
+        """Whether a setting requires that all calls are watched: to record their shapes, to measure their times, or to enclose them
+        in profiler ranges."""
         return self.capture_path is not None or self.profile or self.profile_folder is not None
 
     def plugin_disabled(self, name: str) -> bool:
@@ -117,7 +118,7 @@ _FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Reads the environment and the TOML file that it names.
+    """Reads the settings from the environment and from the TOML file that the environment names.
 
     Raises:
         ConfigurationError: the file is missing or malformed, has an unknown key, or a value has the wrong type.
@@ -179,7 +180,7 @@ def _policy(name: str, text: str) -> str:
 
 def _file(name: str, text: str) -> Path | None:
     """The path of the file that a setting names, or None for a word such as "no". A word such as "yes" raises ConfigurationError,
-    because it shows that a flag was meant.
+    because the setting is a path and not a flag.
     """
     word = _word(text)
     if word:
@@ -191,7 +192,7 @@ def _file(name: str, text: str) -> Path | None:
 
 def directory(text: str) -> str | None:
     """Parses a setting that names a directory for files. Returns the path, `OFF` for a word such as "no", or None for a word such
-    as "yes" and for an unset setting. None stands for the default directory.
+    as "yes" and for an unset setting. None means the default directory.
 
     Args:
         text: the setting's value; empty if it is not set.
@@ -217,7 +218,7 @@ def _warn_about_unknown(env: Mapping[str, str]) -> None:
 
 
 def warn_about_unknown_overrides(operators: Iterable[tuple[str, str]]) -> None:
-    """Warns of overrides for operators that do not exist. The caller passes all operators, once they are declared."""
+    """Warns of overrides for operators that do not exist. The caller passes all operators, after their declaration."""
     known = {f"{family}.{mode}": f"{OVERRIDE_PREFIX}{family}_{mode}".upper() for family, mode in operators}
     for joined in settings().env_overrides:
         name = OVERRIDE_PREFIX + joined
@@ -232,8 +233,8 @@ def _warn_unless_known(where: str, name: str, known: Collection[str], prefix: st
 
 
 def _meant(name: str, known: Iterable[str], prefix: str) -> str:
-    """`did_you_mean`'s suggestion for an unknown name. The common prefix is removed first, because it would make all names look
-    alike.
+    """`did_you_mean`'s suggestion for an unknown name. The prefix that all names share is removed before the comparison. Otherwise
+    all names would be near one another.
     """
     return did_you_mean(name.removeprefix(prefix), (other.removeprefix(prefix) for other in known), prefix.__add__)
 
@@ -326,8 +327,8 @@ def cache_directory() -> Path | None:
 
 
 def kept_in(chosen: str | None, folder: str) -> Path | None:
-    """The directory for files, from a setting parsed by `directory`. None for `OFF`. If the setting names no directory, the result
-    is ``folder`` in `cache_directory`, or None without a cache directory.
+    """Returns the directory in which files are stored, from a setting parsed by `directory`. Returns None for `OFF`. If the setting
+    names no directory, the result is ``folder`` in `cache_directory`, or None without a cache directory.
     """
     if chosen is not None:
         return None if chosen == OFF else Path(chosen)
@@ -347,7 +348,7 @@ def settings() -> Settings:
 
 
 def reload_settings() -> Settings:
-    """Reads all settings again, and invalidates every selection made under the old ones.
+    """Reads all settings again, and invalidates every selection made under the old settings.
 
     Loaded plugins stay loaded; see `tokenspeed_kernel.plugins`.
     """

@@ -1,6 +1,6 @@
 """Derives a call's request, checks, outputs and plan from an operator's declaration.
 
-The decorator in `tokenspeed_kernel_base.operator` makes declarations; its module shows a whole one.
+The decorator `tokenspeed_kernel_base.operator.operator` makes declarations. The docstring of its module shows a whole declaration.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ REFERENCE = "reference"
 
 
 class Operator(Declaration, Generic[P, R]):
-    """An operator's declaration, and everything derived from the declaration for a call. Reached through the function's
-    ``operator`` attribute, or by name from `get_operator`.
+    """An operator's declaration, and everything derived from the declaration for a call. The public function's attribute
+    ``operator`` is this object; `get_operator` finds it by name.
 
     Attributes:
         body: see `Declaration`.
@@ -115,8 +115,8 @@ class Operator(Declaration, Generic[P, R]):
     # -- what is derived -------------------------------------------------------------------------------------------------------
 
     def normal(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that kernels receive in normalised form, by name, if that form differs from the call's; see
-        `Parameter.normal`.
+        """The options, by name, whose normalised value differs from the value in the call. Kernels receive the normalised values;
+        see `Parameter.normal`.
         """
         normal = {parameter.name: parameter.normal(arguments[parameter.name]) for parameter in self.parameters}
         return {name: value for name, value in normal.items() if value is not arguments[name]}
@@ -130,7 +130,8 @@ class Operator(Declaration, Generic[P, R]):
         arguments = dict(zip(self.names, args, strict=True))
         args = tuple({**arguments, **self.normal(arguments)}.values())
         given = [arguments[out] for out in self.outputs_of(arguments)]
-        # Contiguous, as ``fake`` promises: torch.compile relies on it, and a body's result may follow a strided input's order.
+        # The ``fake`` hook promises contiguous outputs, and torch.compile relies on that. A body's result may have a strided
+        # input's order of axes in memory.
         results = [result.contiguous() for result in lowering.as_list(self._reference_body(*args))]
         rows = slice(self.counted_rows(arguments))
         for index, output in enumerate(given):
@@ -148,20 +149,20 @@ class Operator(Declaration, Generic[P, R]):
         return list(self._hooks["cases"]()) if "cases" in self._hooks else []
 
     def cost_of(self, arguments: dict[str, Any]) -> Cost:
-        """The work of a call. ``arguments`` are named; omitted arguments take their defaults."""
+        """The work of a call. ``arguments`` holds the arguments by name; omitted arguments take their defaults."""
         cost = self.run_hook("cost", self.complete(arguments))
         assert isinstance(cost, Cost), f"{self} declares no cost"
         return cost
 
     def varied(self, arguments: dict[str, Any], variation: Variation) -> dict[str, Any]:
-        """The arguments that a variation replaces, with their new values, by name; ``arguments`` must be complete. Empty if the
-        operator has no ``vary`` hook.
+        """Returns the new values of the arguments that a variation replaces, by name. Returns an empty dict if the operator has no
+        ``vary`` hook. ``arguments`` must be complete.
         """
         return dict(self.run_hook("vary", arguments, variation) or {})
 
     def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
-        """A case's complete arguments as the kernel ``spec`` reads them, with weights in the kernel's own layout. Returns a copy if
-        the layouts differ.
+        """Returns a case's arguments in the form that the kernel ``spec`` reads: the plan is for this kernel, and the weights are
+        in its layout. Returns ``arguments`` itself if the operator has no ``prepare`` hook. ``arguments`` must be complete.
         """
         if "prepare" not in self._hooks or self.planned is None:
             return arguments
@@ -240,12 +241,12 @@ class Operator(Declaration, Generic[P, R]):
     # -- planning --------------------------------------------------------------------------------------------------------------
 
     def make_plan(self, args: tuple[Any, ...], facts: dict[str, Any], called: str, consider: Callable[[Any], Explanation]) -> Any:
-        """Makes a plan from facts about later calls and a selection.
+        """Makes a plan from facts about later calls. ``consider`` selects the plan's kernel.
 
         Args:
             args, facts: the arguments of the ``plan`` hook.
             called: the name of the function that error messages give.
-            consider: makes the selection for a plan without a kernel.
+            consider: returns the selection for a plan that names no kernel yet.
 
         Raises:
             TypeError, ValueError: a fact is wrong.
@@ -273,7 +274,7 @@ class Operator(Declaration, Generic[P, R]):
     def consider_plan(
         self, plan: Any, platform: PlatformInfo, solution: str | None, override: Override | None, package: str | None
     ) -> Explanation:
-        """The selection for a plan. Each kernel is evaluated with the weight layout that it needs."""
+        """The selection for a plan. Each kernel is evaluated as if the weights were in the layout that it needs."""
         planned, trait = self.planned, self.layout
         assert planned is not None
 
@@ -298,10 +299,11 @@ class Operator(Declaration, Generic[P, R]):
         return planning.consider_layouts(request_in, specs, trait, override)
 
     def consider_prepared(self, request: Request, arguments: dict[str, Any], override: Override | None) -> Explanation:
-        """The selection for a call that is planned first. Each kernel is evaluated with the weight layout that it needs.
+        """The selection for a call with unprepared weights. Each kernel is evaluated as if the weights were in the layout that it
+        needs.
 
         Args:
-            request: the request of the unprepared call.
+            request: the request of the call with unprepared weights.
             arguments: arguments of the call, by name.
             override: the kernel requested by name, if any.
         """
@@ -318,7 +320,8 @@ class Operator(Declaration, Generic[P, R]):
         return planning.consider_layouts(request_in, specs, trait, override)
 
     def prepare(self, given: Any, plan: Any, called: str, package: str | None = None) -> Any:
-        """An object converted for the plan's kernel by the ``prepare`` hook. Raises TypeError for a plan of another class."""
+        """Converts an object for the plan's kernel, with the ``prepare`` hook. Raises TypeError if ``plan`` is not of the
+        operator's plan class."""
         check = Checker(called)
         if not isinstance(plan, self.plan_class):
             check.fail(
@@ -395,8 +398,8 @@ class Operator(Declaration, Generic[P, R]):
         return [name for name in (*self.outs, *self.mutates) if arguments[name] is not None]
 
     def overlap_pairs(self, arguments: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-        """Pairs of tensors that must not overlap: one that the call writes to, and another one. The third item is True if both may
-        be exactly the same memory.
+        """Pairs of tensors that must not overlap: a tensor that the call writes to, and another tensor. The third item is True if
+        both may be the same tensor.
         """
         tensors = (name for name, _ in tensor_arguments(self.parameters, arguments))
         return provided.overlap_pairs(self.written(arguments), tensors, self.in_place)

@@ -1,4 +1,5 @@
-"""Deprecated names of operators and their steps: functions that warn, and call the replacement. They stay for one release."""
+"""Deprecated names of operators and their steps: functions that warn, and call the replacement. A deprecated name stays for one
+release."""
 
 from __future__ import annotations
 
@@ -23,21 +24,24 @@ def deprecated_operator(
     without: Collection[str] = (),
     fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., Any]:
-    """Makes a function with the signature of a removed operator, whose options have become attributes of one parameter.
+    """Makes a function with the signature of a removed operator. In the operator that replaces it, the removed operator's options
+    are attributes of one parameter.
 
-    The function that this makes takes the required parameters of ``make`` instead of that parameter. The options of ``make`` come
+    The made function takes the required parameters of ``make`` in place of that parameter. The optional parameters of ``make`` come
     before the outputs.
 
     Args:
         name: the deprecated name.
         function: the operator that replaces the removed one.
-        parameter: the operator's parameter whose value ``make`` constructs.
-        make: a class or a constructor.
-        without: parameters of the operator, or options of ``make``, that the old operator did not have.
-        fixed: values of the operator's parameters that the old operator did not have.
+        parameter: the replacing operator's parameter whose value ``make`` constructs.
+        make: constructs the parameter's value; a class or a function.
+        without: parameters of the replacing operator or of ``make`` that the removed operator did not have. The made function
+            leaves them at their defaults.
+        fixed: values that the made function passes for parameters that the removed operator did not have.
 
     Returns:
-        A plain function with the old signature and the keywords ``override`` and ``solution``. It warns DeprecationWarning once.
+        A plain function with the old signature and the keywords ``override`` and ``solution``. The function warns
+        DeprecationWarning at its first call.
     """
     op = function.operator
     missing = {*without, *fixed}
@@ -75,7 +79,8 @@ def deprecated_operator(
 
 
 def deprecated_step(name: str, instead: str) -> Callable[..., Any]:
-    """Makes the function of a deprecated name for a step of an operator: ``"moe_apply.plan"``. It warns DeprecationWarning."""
+    """Makes a function with a deprecated name that warns DeprecationWarning and calls ``instead``, a step of an operator:
+    ``"moe_apply.plan"``."""
     mode, _, step = instead.partition(".")
     current: Callable[..., Any] = getattr(get_operator(mode).function, step)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 DEVICE_SUFFIX = "_device"
 
-# This module applies the compile policy to Triton's compilations. It is imported after the first kernel imports Triton.
+# The module that applies the compile policy to Triton's compilations. `DeviceModule` imports it after a device module has imported
+# Triton.
 _TRITON_CACHE = "tokenspeed_kernel_base.triton_cache_device"
 
 
@@ -58,14 +59,14 @@ class DeviceModule:
         def mha_prefill(q, k, v, ...):
             device.attend[grid](q, k, v, ...)
 
-    The instance caches each attribute on first use, so later launches pay nothing for the look-up.
+    The instance stores each attribute on first use, so later launches find it without a call of this class.
     """
 
     def __init__(self, name: str) -> None:
         self.__name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # introspection tools probe these; they must not trigger the import
+        if attribute.startswith("__"):  # introspection tools read such attributes, which must not trigger the import
             raise AttributeError(attribute)
         value = getattr(importlib.import_module(self.__name), attribute)
         if "triton" in sys.modules:

@@ -16,8 +16,8 @@ from tokenspeed_kernel_base.traits import format_traits
 
 
 class SelectionObjective(enum.Enum):
-    """The preference among eligible kernels. An objective prefers kernels with the tag of its own name, except as a comment
-    says.
+    """The preference among eligible kernels. An objective prefers kernels with the tag of the objective's name, unless its comment
+    says otherwise.
     """
 
     DEFAULT = "default"  # priority alone
@@ -40,12 +40,12 @@ class SelectionObjective(enum.Enum):
 class Request:
     """A request for a kernel.
 
-    ``traits`` holds every trait that the caller knows, including flags that are False. ``fixed_traits`` names the traits that
-    describe the operands (the layout of weights, say); overrides cannot bypass these traits. ``sizes`` holds the sizes of the call:
-    tokens, heads, rows... No gate reads them. ``varying`` names the sizes that change from call to call; the model fixes the
-    others. ``intermediates`` are formats to which the operator rounds intermediate values; they affect tolerances only. ``package``
-    restricts the request to the kernels of one package. ``given`` names the parameters that the call sets to another value than the
-    default.
+    ``traits`` holds the value of every trait that the caller knows, including flags that are False. ``fixed_traits`` names the
+    traits that describe the operands (the layout of weights, say); overrides cannot bypass these traits. ``sizes`` holds the sizes
+    of the call: tokens, heads, rows... No gate reads ``sizes``. ``varying`` names the sizes that change from call to call; the
+    model fixes the others. ``intermediates`` are formats to which the operator rounds intermediate values; these formats affect
+    tolerances only. ``package`` restricts the request to the kernels of one package. ``given`` names the parameters whose value in
+    the call differs from the default.
     """
 
     family: str
@@ -85,7 +85,8 @@ def bucket(size: int) -> int:
 @dataclass(frozen=True)
 class Override:
     """A kernel requested by name, and the source of that request. ``config`` is the requested configuration: its tunables' values
-    by name. An empty ``config`` stands for the kernel's defaults, None for the tuned configuration, if there is one."""
+    by name. An empty ``config`` means the kernel's defaults. None means the tuned configuration, or the defaults if there is none.
+    """
 
     kernel: str
     source: str
@@ -210,7 +211,7 @@ class Explanation:
 
 class NoKernelFoundError(RuntimeError):
     """No kernel is eligible for a request, or the requested override is not eligible. The message lists every candidate with the
-    reason for its rejection; ``explanation`` holds them as data."""
+    reason for its rejection. ``explanation`` holds the candidates and the reasons as data."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NoKernelFoundError, (self.explanation or self.args[0],)
@@ -227,11 +228,11 @@ class SelectedKernel:
     """A decision: a kernel's name and its implementation. Calling this object calls the implementation.
 
     Attributes:
-        name: the kernel's.
+        name: the kernel's name.
         impl: the kernel's function, with the measured configuration bound to it if there is one.
-        config: that configuration; empty for the kernel's defaults.
-        provisional: the kernels should have been measured for this request, but cannot be measured now; the next call decides
-            again.
+        config: the measured configuration; empty for the kernel's defaults.
+        provisional: True if the policy requires that the kernels are measured for this request, but the measurement was impossible.
+            The next call then decides again.
     """
 
     name: str

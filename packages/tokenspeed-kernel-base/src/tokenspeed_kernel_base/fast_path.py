@@ -2,7 +2,7 @@
 
 A call must cost about a microsecond, checks included. Reading tensors' attributes takes most of that time, and a loop over the
 parameters would double it. So the source of these functions is generated from the operator's parameters, and everything else, in
-`tokenspeed_kernel_base.calling`, is plain Python. A call takes the first of these ways that has a decision for it:
+`tokenspeed_kernel_base.calling`, is plain Python. A call uses the first of the following that has a decision for it:
 
 1. **Comparisons** with the last decisions, newest first. A call hits if three conditions hold: the same tensors and options are
    absent, its options are the same objects or equal ones of equal types, and its tensors pass PyTorch's guards. The guards are one
@@ -31,8 +31,8 @@ Guard = Callable[..., bool]
 
 FIRST = "first"
 
-# Number of decisions that a call is compared with. A model alternates between a few kinds of calls of an operator: layers with
-# and without a window, or the GEMMs of a layer. Each failed comparison costs 0.2 us, and the look-up in the memo 1 us.
+# Number of the last decisions that a call is compared with. A model alternates between a few kinds of calls of an operator: layers
+# with and without a window, or the GEMMs of a layer. Each failed comparison costs 0.2 us, and the look-up in the memo 1 us.
 CHAIN = 4
 
 
@@ -46,7 +46,7 @@ def build_public_function(
     look_up: Callable[..., Any],
     lowered: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The function that users call.
+    """Generates the function that users call.
 
     Args:
         name: the function's name.
@@ -76,7 +76,8 @@ def {name}({declared}, *, override=None, solution=None):
 
 
 def _traced(parameters: Sequence[Parameter], lowered: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with the public signature that calls ``lowered``, written so that torch.compile can trace it."""
+    """Returns a function that takes the public function's arguments and calls ``lowered``. torch.compile can trace the returned
+    function."""
     names = tuple(parameter.name for parameter in parameters)
     defaults = {parameter.name: parameter.default for parameter in parameters if not parameter.required}
 
@@ -95,11 +96,11 @@ def _traced(parameters: Sequence[Parameter], lowered: Callable[..., Any]) -> Cal
 
 @functools.cache
 def tensor_guards() -> Callable[..., Guard] | None:
-    """``make(*tensors)`` returns ``guard(*tensors)``, which tests whether other tensors have the same classes, dtypes, devices,
-    shapes, strides and need for a gradient.
+    """Returns ``make``. ``make(*tensors)`` returns a guard, ``guard(*tensors)``, which tests whether other tensors have the same
+    classes, dtypes, devices, shapes, strides and need for a gradient.
 
-    The guards are private to PyTorch. Returns None if they are missing or behave differently; then no comparisons are made. A guard
-    may report a miss for valid tensors: other strides, or one tensor passed twice.
+    The guards are private to PyTorch. The result is None if they are missing or behave differently; then no comparisons are made. A
+    guard may report a miss for valid tensors: other strides, or one tensor passed twice.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -208,8 +209,8 @@ class Comparisons:
         return functools.partial(self._builders[pattern], guards, options, key, decision)
 
     def _groups(self, tensors: Sequence[torch.Tensor | None]) -> tuple[tuple[int, ...], ...]:
-        """The indices of the tensors, grouped by guard. A guard rejects one tensor given twice. A written tensor may be an input in
-        this call or in another. So written tensors and inputs are in different groups."""
+        """The indices of the tensors, grouped by guard. A guard rejects calls that pass it one tensor twice. A written tensor may
+        also be passed as an input, in this call or in another. So written tensors and inputs are in different groups."""
         groups: list[list[int]] = [[], []]
         for index, tensor in enumerate(tensors):
             if tensor is not None:
@@ -238,15 +239,16 @@ def {self._name}_read(_arguments, override, solution):
         return compile_source(f"{self._name}_read", source, default_values(self._parameters))
 
     def _terms(self, pattern: _Pattern) -> list[str]:
-        """Source of the conditions under which a call matches the decided call. Cheap conditions that fail for most other calls
-        come first.
+        """The conditions under which a call matches the decided call, as source. Cheap conditions that most other calls fail come
+        first.
         """
         terms = [f"({test})" if absent else _negated(test) for test, absent in zip(self._absences, pattern.absent, strict=True)]
         for index, (option, unset) in enumerate(zip(self._options, pattern.unset, strict=True)):
             if unset:
                 terms.append(f"({option.unless_absent(option.read)}) is None")
             else:
-                # An equal option of another type is a different option, so that a type error does not depend on earlier calls.
+                # An equal option of another type does not match. Otherwise earlier calls would decide whether this type is an
+                # error.
                 same = f"{option.read} is _option_{index} or " if option.lasting else ""
                 terms.append(f"({same}{option.key} == _key_{index})")
         for index, bound in enumerate(self._bounds_given(pattern)):
@@ -397,10 +399,10 @@ def {name}_guard(_check, _call, _seen):
 def _value_check(parameters: Sequence[Parameter], watched: Sequence[str]) -> str:
     """Source that checks values in host memory before the kernel is called.
 
-    A model's layers pass the same lengths and page table many times per step. So the check runs only when a watched tensor is
-    another object, a watched tensor has been written to, or a bound has changed. Writes are detected by the tensor's version
-    counter, which misses writes through NumPy or ``.data``. The check always runs when a hint is given or nothing is watched.
-    Watched tensors are held by weak reference.
+    A model's layers pass the same lengths and page table many times per step. So the check runs only if a watched tensor is another
+    object than at the last check, a watched tensor has been written to since, or a bound has changed. Writes are detected by the
+    tensor's version counter, which misses writes through NumPy or ``.data``. The check always runs when a hint is given or nothing
+    is watched. Watched tensors are held by weak reference.
     """
     names = ", ".join(p.name for p in parameters)
     if not watched:
@@ -441,8 +443,8 @@ def remember_checked(tensors: tuple[torch.Tensor, ...], bounds: tuple[int | None
 
 
 def build_overlap_guard(name: str, parameters: Sequence[Parameter], tensors: Sequence[str]) -> Callable[..., Any]:
-    """``guard(call, known, check)`` returns ``call`` preceded by ``check(addresses, arguments)``, unless the addresses of these
-    tensors are in the set ``known``."""
+    """Generates ``guard(call, known, check)``, which returns a function that runs ``call``. If the addresses of ``tensors`` are not
+    in the set ``known``, the function first runs ``check(addresses, arguments)``."""
     names = ", ".join(p.name for p in parameters)
     reads = {tensor.name: _attribute(p, tensor) for p in parameters for tensor in p.tensors()}
     source = f"""\
@@ -462,8 +464,8 @@ def {name}_apart(_call, _known, _check):
 
 
 def _attribute(holder: Parameter, field: Parameter) -> str:
-    """Source that reads a parameter or its attribute. An OBJECT argument may be of any class. So source that reads an attribute
-    with a default allows for its absence."""
+    """Source that reads a parameter or its attribute. An OBJECT argument may be of any class, and may lack an attribute that has a
+    default. The source then reads the default."""
     if field is holder or field.required or holder.kind is not Kind.OBJECT:
         return field.name
     return f"getattr({holder.name}, {field.attribute!r}, _default_{field.identifier})"
@@ -497,7 +499,7 @@ class Option(NamedTuple):
         absent: source that tests whether the option's object is absent; empty if the option has no object or the object is
             required.
         default: name of the default in the source; empty if the option has none.
-        lasting: whether an identical object always is an equal option. False for resources.
+        lasting: whether the same object is an equal option at every call. False for resources, which are compared by their keys.
     """
 
     read: str
@@ -511,7 +513,8 @@ class Option(NamedTuple):
 
 
 def option_reads(parameters: Sequence[Parameter]) -> list[Option]:
-    """Every input of a decision that is compared by value: all but tensors, hints and bounds."""
+    """Every input of a decision that is compared by value, with the source that reads it: all parameters but tensors, hints and
+    bounds."""
     found = []
     for parameter in parameters:
         absent = f"{parameter.name} is None" if parameter.optional else ""
@@ -538,7 +541,8 @@ def _value_read(parameter: Parameter, read: str) -> Option:
 
 
 def absences(parameters: Sequence[Parameter]) -> list[str]:
-    """Tests for the absence of inputs that a decision does not compare by value: tensors, their objects, hints and bounds."""
+    """Source of the tests whether an input is absent, for inputs that are not compared by value: tensors, objects, hints and
+    bounds."""
     found = [absent for _, absent in tensor_reads(parameters) if absent]
     for parameter in parameters:
         if parameter.kind is Kind.HINT or (parameter.optional and (parameter.bound or parameter.kind is Kind.OBJECT)):

@@ -17,13 +17,13 @@ HOOKS = (
     "plan", "prepare",
 )  # fmt: skip
 
-# ``@function.<name>`` declares these hooks. Afterwards, the attribute ``function.<name>`` is the step itself.
+# ``@function.<name>`` declares these hooks. From then on, the attribute ``function.<name>`` is the function that users call.
 STEPS = ("plan", "prepare")
 
 # Hooks that also run when a plan is made.
 _PLANNED_HOOKS = frozenset({"traits", "formats"})
 
-# These hooks' results must hold for a whole range of a bound, so they cannot name a bound.
+# These hooks' results must hold for a whole range of a bound's values, so these hooks cannot have a bound as a parameter.
 _UNBOUNDED_HOOKS = frozenset({"traits", "formats", "fake", "outputs"})
 
 
@@ -31,7 +31,7 @@ class Declaration(Options):
     """An operator's options, body and hooks.
 
     Attributes:
-        body: the PyTorch function that defines what the operator computes; ignores provided outputs.
+        body: the PyTorch function that defines what the operator computes. The body ignores outputs that the caller provides.
         parameters: parsed from the body's signature.
         names: names of the parameters.
         host_values: tensors whose values the ``check_values`` hook reads.
@@ -114,7 +114,8 @@ class Declaration(Options):
             raise TypeError(f"{self}: its {name} hook must ask for {self.planned} alone, because plans are made by it, too")
 
     def run_hook(self, name: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
-        """Calls a declared hook with the arguments that it names. Options have the values that kernels receive."""
+        """Calls a declared hook with the arguments that it names. The hook gets options in the form that kernels receive. Returns
+        None if the operator has no such hook."""
         hook = self._hooks.get(name)
         return None if hook is None else hook(*leading, **{n: self._by_name[n].normal(arguments[n]) for n in self._wanted[name]})
 

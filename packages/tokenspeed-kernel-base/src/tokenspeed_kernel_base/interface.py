@@ -1,8 +1,8 @@
 """The names that an operator declares, and the check of kernels' declarations against them.
 
-An undeclared name would fail open: a kernel that constrains ``hiden`` would be eligible for every ``hidden``. So every name in a
-kernel's declaration (trait, trait value, operand, format) is looked up at registration. If the operator is declared later, names
-are looked up then.
+An unchecked name would fail open: a kernel that constrains the misspelled trait ``hiden`` would be eligible for every ``hidden``.
+So every name in a kernel's declaration (trait, trait value, operand, format) is looked up at registration. If the operator is
+declared after the kernel is registered, the names are looked up when the operator is declared.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Interface:
     """The names that an operator declares to its kernels.
 
     Attributes:
-        parameters: the operator's parameters, in order; an implementation takes those that it uses.
+        parameters: the operator's parameters, in order. An implementation takes only the parameters that it uses.
         traits: the kind of values of each trait that a request may have, by the trait's name.
         formats: operands of a request's signature, with the names of each operand's possible formats.
-        layout: the trait that gives the layout of weights; empty if the operator has none.
+        layout: the trait that gives the layout of weights; None if the operator has no such trait.
         written: parameters whose memory a call may write to. Every implementation takes them.
-        holders: classes of resources that a call may be given. The ``trait_kinds`` of these classes and of derived classes count as
-            traits.
+        holders: the classes of objects and resources that a call may be given. The ``trait_kinds`` of these classes and of derived
+            classes also count as traits.
     """
 
     parameters: tuple[str, ...]
@@ -75,7 +75,7 @@ class Interface:
     def all_traits(self) -> dict[str, TraitKind]:
         """The traits that a request may have, with the kind of each trait's values. Includes resources' traits.
 
-        Every call searches the resource classes, because a kernel's package may define one.
+        The result is not cached, because a kernel's package may define another resource class.
         """
         stated = {name: kind for cls in _with_derived(self.holders) for name, kind in getattr(cls, "trait_kinds", {}).items()}
         return {**stated, **self.traits}
@@ -94,7 +94,8 @@ def layouts_of(spec: KernelSpec, trait: str | None) -> frozenset[str]:
 
 
 def refuse_layout(spec: KernelSpec, layout: str, made: Iterable[str]) -> None:
-    """Raises RegistrationError for a kernel that names a layout which no preprocessor makes."""
+    """Raises RegistrationError, because the kernel names a layout that no preprocessor makes. ``made``: the layouts that
+    preprocessors make."""
     said = f"no kernel's weight_preprocessor makes the layout {layout}, and this kernel has none"
     _refuse(spec, _with_known(said, layout, sorted(made), "There are"))
 

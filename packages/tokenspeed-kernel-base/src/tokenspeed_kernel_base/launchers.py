@@ -1,8 +1,9 @@
 """Launchers: the functions that kernels are registered with.
 
-A launcher names, in any order, those parameters of the operator that it uses; hooks do the same. Other code calls launchers through
-`Launcher.function`, with all parameters in the operator's order. So an operator can gain a parameter without an edit of its
-kernels. A launcher that does not name the new parameter is eligible for calls that leave the parameter at its default.
+A launcher's parameters are those of the operator's parameters that it uses, in any order. The same holds for hooks. Other code
+calls launchers through `Launcher.function`, with all parameters in the operator's order. So an operator can gain a parameter, and
+its kernels need no edit. A kernel whose launcher does not name the new parameter is eligible for calls that leave the parameter at
+its default.
 """
 
 from __future__ import annotations
@@ -103,11 +104,11 @@ def {self.spec.mode}({", ".join(self._all)}{options}):
 def unchecked(operator: Any, launcher: Callable[..., Any]) -> Callable[..., Any]:
     """A function with the operator's signature that calls a launcher with the parameters that the launcher names.
 
-    The function checks nothing and selects nothing. Tests and benchmarks use it to run one launcher alone.
+    The function checks nothing and selects nothing. Tests and benchmarks run one launcher with it.
 
     Args:
         operator: the operator's function.
-        launcher: takes some of the operator's parameters; its own keywords, the tunables, are passed on.
+        launcher: takes some of the operator's parameters. Further keywords of a call, such as tunables, are passed to the launcher.
     """
     op = operator.operator
     names = [p.name for p in _parameters(launcher) or () if p.name in op.names]

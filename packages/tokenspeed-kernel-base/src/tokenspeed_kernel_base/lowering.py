@@ -4,14 +4,15 @@ Each operator becomes ``torch.ops.tokenspeed_kernel.<mode>``, whose schema is de
 their attributes, and resources are passed as handles. Hints are dropped, because they repeat a tensor's values.
 
 An operator has up to two overloads. ``default`` lacks the optional tensors that a call writes to, such as ``out``. This overload is
-functional unless the operator always mutates an argument. ``out`` has all of them; calls that pass at least one of them use this
-overload. A single overload is impossible: Inductor rejects a call whose only output is new while all its mutable arguments are
-None.
+functional unless the operator always mutates an argument. The overload ``out`` has all these tensors, and is used by calls that
+pass at least one of them. A single overload is impossible: Inductor rejects a call whose only output is new while all its mutable
+arguments are None.
 
-A custom operator returns a fixed number of tensors, and no returned tensor aliases an input. So the operator returns a dummy tensor
-for each output that the caller provides or that the call lacks. `define`'s traced function replaces the dummies.
+A custom operator must return a fixed number of tensors, and no returned tensor may alias an input. So the operator returns a dummy
+tensor for each output that the caller provides or that the call lacks. The function that torch.compile traces, made by `define`,
+replaces the dummies.
 
-Operators have no gradients. With gradients enabled, an argument that requires a gradient is an error here too.
+Operators have no gradients. With gradients enabled, a custom operator raises an error for an argument that requires a gradient.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _HANDLE = (int,)
 
 
 def leaves(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The parameters of the custom operator: objects flattened, hints dropped, resources as handles. An object may also be a
-    resource. So each object's attributes are followed by a handle, through which a kernel receives the object itself; the handle is
-    None for other objects.
+    """The parameters of the custom operator: objects flattened, hints dropped, resources as handles. An argument for an object may
+    also be a resource. So each object's attributes are followed by a handle, by which the kernel receives the resource. The handle
+    is None if the argument is no resource.
     """
     spread: list[Parameter] = []
     for parameter in parameters:
@@ -63,7 +64,7 @@ def leaves(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 
 def count_outputs(body: Callable[..., Any]) -> int:
-    """The largest number of outputs of a body, by its return annotation: None, a tensor, a tuple of tensors, or a union of these.
+    """The largest number of outputs of a body, from its return annotation: None, a tensor, a tuple of tensors, or a union of these.
 
     Raises:
         TypeError: the annotation is missing or of another form.
@@ -113,7 +114,7 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Collection[str],
 
 @dataclass(frozen=True)
 class Unfound:
-    """A resource that is not looked up yet. While a call is traced, its handle may be a symbol. Reading the symbol's value would
+    """A resource that is not looked up yet. While a call is traced, the handle may be a symbol. Reading the symbol's value would
     make torch.compile recompile for every other handle.
     """
 
@@ -124,7 +125,8 @@ class Unfound:
 
 
 def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callable[[Any], Any] = resources.find) -> list[Any]:
-    """The operator's arguments, made from the custom operator's arguments: objects rebuilt, resources looked up, hints None.
+    """The operator's arguments, made from the custom operator's arguments: objects are rebuilt, resources are looked up, and hints
+    are None.
 
     Raises:
         RuntimeError: a resource no longer exists.
@@ -250,7 +252,7 @@ def define(
         The conversion of calls to calls of the custom operator.
     """
     written = frozenset((*outs, *mutates))
-    # Flags rather than indices: with dynamic shapes, Dynamo treats integers of a closure as symbols.
+    # Flags, not indices: with dynamic shapes, Dynamo treats a closure's integers as symbols.
     avoidable = [p.name in written and p.optional for p in parameters]
     out_positions = [index for out in outs for index, p in enumerate(parameters) if p.name == out]
 

@@ -19,8 +19,8 @@ from tokenspeed_kernel_base.signature import FormatSignature
 
 
 class Tuned(NamedTuple):
-    """A measurement of one kernel: microseconds with the kernel's best configuration, and with its defaults. An empty configuration
-    stands for the defaults.
+    """A measurement of one kernel: ``us``, the microseconds with the kernel's best configuration ``config``, and ``own_us``, the
+    microseconds with its defaults. An empty ``config`` means the defaults.
     """
 
     us: float
@@ -39,7 +39,7 @@ class Source(Protocol):
     """A source of measured results."""
 
     def has_results(self, operator: str, platform: PlatformInfo) -> bool:
-        """Whether any measurement of an operator on a platform exists. If so, the operator's selection depends on sizes."""
+        """Whether the source has a measurement of an operator on a platform. If so, the operator's selection depends on sizes."""
 
     def find(
         self, operator: str, formats: FormatSignature, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo

@@ -6,8 +6,9 @@ that keep the memo valid:
 * A change of anything that decisions depend on (kernels, policy, process-wide overrides, the platform) calls `invalidate`. A
   decision that was in progress during the change is not memoised.
 * Some states hold for one thread or task only, or must see every call: an override in a ``with`` block, shape capture, profiling.
-  They enter `exceptional`. While such a state is in force, no call is memoised. The fast path needs no test for the state, because
-  the fast path's dictionary is empty. Selections are still memoised, because their key contains the override.
+  Code that sets such a state enters `exceptional`. While the state is in force, no call is memoised. The fast path need not test
+  for the state, because the fast path's dictionary is empty. Selections are still memoised, because their key contains the
+  override.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def remember(memo: dict[Any, Any], key: Hashable, value: object, decided_in: int
     """Memoises a decision. Does nothing if something that the decision depends on has changed since the epoch ``decided_in``, or
     while an exceptional state is in force.
 
-    ``exceptions_in_key``: the key contains everything that may be exceptional, so an exceptional state does not prevent memoising.
+    ``exceptions_in_key``: the key contains everything that an exceptional state may change, so such a state does not prevent
+    memoising.
     """
     with _lock:
         if decided_in != _epoch or (_exceptions and not exceptions_in_key):
@@ -64,7 +66,7 @@ def invalidate() -> None:
 
 @contextlib.contextmanager
 def exceptional() -> Iterator[None]:
-    """Inside the block, every call is decided afresh. Blocks may be nested, in one thread or in several."""
+    """Inside the block, every call is decided again. Blocks may be nested, and several threads may be in a block."""
     enter_exceptional()
     try:
         yield

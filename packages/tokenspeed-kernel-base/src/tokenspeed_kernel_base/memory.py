@@ -1,7 +1,7 @@
-"""Whether two tensors share memory.
+"""Tests whether two tensors share memory.
 
-A kernel reads inputs while it writes outputs. So an output that overlaps an input would silently give wrong values. Disjoint
-tensors within one allocation are valid: the query and key parts of one projection, keys and values of one cache.
+A kernel reads inputs while it writes outputs. So an output that overlaps an input would silently give wrong values. Tensors that
+share an allocation but no byte are valid: the query and key slices of one projection's output, keys and values of one cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _MOST_ELEMENTS = 1 << 20
 
 
 def span(tensor: Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of its last one."""
+    """Number of bytes from the start of a tensor's first element to the end of its last element."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -21,7 +21,7 @@ def span(tensor: Tensor) -> int:
 
 
 def repeats_itself(tensor: Tensor) -> bool:
-    """Whether several elements of a tensor share an address: the tensor was expanded."""
+    """Whether several elements of a tensor share an address, because the tensor was expanded."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -1,7 +1,7 @@
 """Suggestions for unknown names.
 
-A far-fetched suggestion is worse than none. Two names are near only if a few letters differ, or if all words of one name occur in
-the other: ``hiden`` and ``hidden``, ``mha`` and ``mha_prefill``.
+A far-fetched suggestion is worse than none. Two names are near only if at most a quarter of the letters differ (one letter in names
+of three), or if all words of one name occur in the other: ``hiden`` and ``hidden``, ``mha`` and ``mha_prefill``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@
     @rmsnorm.fake                    # every output, empty: shapes and dtypes, for torch.compile and for checking ``out``
     def _(x): return torch.empty_like(x)
 
-    @rmsnorm.outputs                 # rarely: which of ``outs`` this call makes, in order, where that is not the first ones
+    @rmsnorm.outputs                 # rarely: the outputs that this call makes, if they are not the first of ``outs``
     def _(residual): return ("out",) if residual is None else ("out", "residual_out")
 
     @rmsnorm.cases                   # named inputs, small and large
@@ -28,13 +28,13 @@
     @rmsnorm.cost                    # work that cannot be avoided
     def _(x): return Cost(...)
 
-    @rmsnorm.work                    # the values that decide the amount of work, for a capture; may wait for the device
+    @rmsnorm.work                    # the values that determine the amount of work, for a capture; may wait for the device
     def _(lengths): return {"lengths": lengths.tolist()}
 
     @rmsnorm.vary                    # arguments with other values, see `tokenspeed_kernel_base.variation`
     def _(variation, x, lengths): return {"x": ...}
 
-    @rmsnorm.decoded                 # rarely: outputs dequantised with their scales; parameters of ``outs`` are the outputs here
+    @rmsnorm.decoded                 # rarely: outputs dequantised with their scales; here ``out`` and ``scale_out`` are the outputs
     def _(out, scale_out): return (Decoded(...),)
 
     @rmsnorm.intermediates           # rarely: formats that intermediate values are rounded to, which a tolerance must allow for
@@ -43,19 +43,19 @@
     @rmsnorm.plan                    # rarely, see `tokenspeed_kernel_base.planning`; ``rmsnorm.plan(...)`` then makes plans
     def _(check, hidden): return Plan(...)
 
-    @rmsnorm.prepare                 # likewise; ``rmsnorm.prepare(weight, plan)`` then converts it for the plan's kernel
+    @rmsnorm.prepare                 # likewise; ``rmsnorm.prepare(weight, plan)`` then converts the weight
     def _(preparation, weight, plan): return ...
 
-Each hook names the parameters that it needs, or takes all of them as ``**arguments``. Hooks are added in the module of the body.
-The result is an ordinary function with the body's signature plus the keywords ``override`` (a kernel's name) and ``solution``. The
-function has the hooks, ``bind``, ``explain`` and ``operator`` as attributes. Operators are for inference: a call whose arguments
-require gradients raises RuntimeError.
+Each hook names the parameters that it needs, or takes all of them as ``**arguments``. Only the module that declares the operator
+can add hooks. The result is an ordinary function with the body's signature plus the keywords ``override`` (a kernel's name) and
+``solution``. The function has the hooks, ``bind``, ``explain`` and ``operator`` as attributes. Operators are for inference: a call
+whose arguments require gradients raises RuntimeError.
 
 A parameter is a tensor, a plain option, a dataclass of these, or a resource that outlives the call: a process group, say
 (`tokenspeed_kernel_base.resources`).
 
-The body runs as solution ``reference``. The body has ``out`` in its signature but ignores it: for every operator, the framework
-copies results to ``out``. A body that calls other operators, its ``parts``, also runs as solution ``composed``, with the best
+The body runs as solution ``reference``. The body has ``out`` in its signature and ignores it, because the framework copies the
+body's results to ``out``. A body that calls other operators, its ``parts``, also runs as solution ``composed``, with the best
 kernel of each part (`tokenspeed_kernel_base.composition`).
 """
 
@@ -116,13 +116,13 @@ _operators: dict[tuple[str, str], Operator[Any, Any]] = {}
 
 
 def operators() -> list[Operator[Any, Any]]:
-    """Every declared operator, sorted by family and mode."""
+    """Returns all declared operators, sorted by family and mode."""
     return [_operators[key] for key in sorted(_operators)]
 
 
 def get_operator(name: str) -> Operator[Any, Any]:
-    """An operator by ``"mode"`` or ``"family.mode"``. Raises KeyError if there is no such operator; the message names the nearest
-    name.
+    """Finds an operator by ``"mode"`` or ``"family.mode"``. Raises KeyError if there is no such operator; the message suggests a
+    near name.
     """
     for op in _operators.values():
         if name in (op.mode, str(op)):
@@ -148,11 +148,11 @@ class operator(Options):  # lower case, because it is used as a decorator
 
 
 def plain_function(function: Any, package: str) -> Any:
-    """An operator as a function of one package: the same signature, docstring and checks, dispatched to that package's kernels
-    alone.
+    """Makes an operator's function for one package. It has the operator's signature, docstring and checks, and selects among that
+    package's kernels only.
 
-    So a wheel of kernels works without any other wheel. Importing such a function registers the package's kernels as private
-    kernels; plugins make them public.
+    So a wheel of kernels works with the base alone. This call registers the package's kernels as private kernels; plugins make them
+    public.
 
     Args:
         function: an operator's function.

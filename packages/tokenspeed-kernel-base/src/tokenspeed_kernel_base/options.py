@@ -23,11 +23,12 @@ class Options:
         traits: the traits that the ``traits`` hook may return, with the values of each: ``{"hidden": int, "residual": bool}``.
             Registration rejects a kernel that constrains any other trait, or that requires a value of another kind.
         outs: the parameters in the body's signature that receive outputs, in the order of the outputs. A call may make only the
-            first few outputs. If it may make another selection, the ``outputs`` hook names the outputs made.
+            first few outputs. If calls may make other subsets, the ``outputs`` hook names the outputs that a call makes.
         mutates: other parameters that the operator writes to.
         in_place: output parameter -> the inputs that may be the same tensor as this output: ``{"out": ("x",)}``. All other memory
             that a call writes to must not overlap any other argument.
-        hints: parameters that repeat a tensor's values on the host. Hints may save work, and decisions do not depend on them.
+        hints: parameters that repeat a tensor's values on the host. Kernels may use hints to save work. Decisions do not depend on
+            hints.
         exact: kernels must match the body bit for bit.
         reference_traits: constraints of the reference (the body), if it does not support every call that the signature allows.
         composed_traits: constraints of the composed kernel, which runs the operator's parts one after another. Such constraints are
@@ -37,13 +38,13 @@ class Options:
             results contain these sizes rounded up to a power of two, and the exact value of every other size. The first varying
             size counts the items of a batch: sequences, rows.
         capacity: sizes that only give the amount of memory: the pages of a cache. No key contains them.
-        bounds: integer parameters that bound a varying size. They vary, too. A decision holds for all values that the ``check``
-            hook allows with `Checker.bound`. The hook must use a bound for nothing else. The hooks ``traits``, ``formats`` and
-            ``fake`` must not use bounds.
+        bounds: integer parameters that bound a varying size. Bounds change from call to call, too. A decision holds for all values
+            that the ``check`` hook allows with `Checker.bound`. The hook must use a bound for nothing else. The hooks ``traits``,
+            ``formats`` and ``fake`` must not use bounds.
         padded: the parameter with the offsets of a batch's items, if rows past the last offset are padding. A call leaves those
             rows of its outputs unchanged.
-        unlimited: integer parameters for which -1 means no limit, such as a window. Values from 2^30 on mean the same. Kernels and
-            hooks always receive -1 instead, so that arithmetic with the option does not overflow int32.
+        unlimited: integer parameters for which -1 means no limit, such as a window. Values of 2^30 and more also mean no limit.
+            Kernels and hooks always receive -1 instead, so that arithmetic with the option does not overflow int32.
         scales: parameters that hold scales of other parameters. The scales are positive; uint8 scales are e8m0 exponents.
         planned: the parameter that takes a plan, for operators whose kernel is selected before any tensor exists.
         layout: the trait, and the plan's attribute, that gives the layout of objects prepared for a kernel.

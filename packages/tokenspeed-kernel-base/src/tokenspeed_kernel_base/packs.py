@@ -1,9 +1,9 @@
 """Kernel packs: read-only folders of programs that were compiled ahead of time for one architecture.
 
-A process looks for a program in the packs first, then in the caches, and compiles only then. A pack's manifest, ``pack.json``, has
-the versions of the software that made the pack, and the SHA-256 of every file. If the versions differ from the installed ones, the
-pack is not used, and a warning gives the reason. If a file's digest differs, the file counts as absent, and a warning names the
-file. Nothing in a pack is unpickled.
+A process looks for a program in the packs first, then in the caches. It compiles the program only if neither has it. A pack's
+manifest, ``pack.json``, has the versions of the software that made the pack, and the SHA-256 of every file. If the versions differ
+from the installed ones, the pack is not used, and a warning gives the reason. If a file's digest differs, the file counts as
+absent, and a warning names the file. Nothing in a pack is unpickled.
 
 Packs come from the setting ``TOKENSPEED_KERNEL_PACKS`` and from installed packages. An installed package with a pack has an entry
 point of the group ``tokenspeed_kernel.packs``, which names a module in the pack's folder.
@@ -29,7 +29,7 @@ FORMAT = 1
 
 
 class PackError(ValueError):
-    """This installation cannot use a folder as a pack. The message has the reason."""
+    """A folder cannot be used as a pack by this installation. The message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Pack:
 
 
 def read_pack(folder: Path) -> Pack:
-    """Reads a pack's manifest, and compares its versions with the installed packages that have the kernels' sources.
+    """Reads a pack's manifest, and compares the versions in it with the versions of the installed distributions.
 
     Raises:
-        PackError: the manifest is missing or damaged, or has other versions than the installed ones.
+        PackError: the manifest is missing, damaged or of another format, or a version in it differs from the installed version.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
@@ -156,9 +156,9 @@ def find(compiler: str, names: Sequence[str], toolchain: Sequence[str]) -> Path 
 
 
 def find_folder(compiler: str, folder: str, toolchain: Sequence[str]) -> dict[str, str]:
-    """Finds a folder inside a compiler's folder of a pack, and returns the paths of all its files by name.
+    """Finds the folder ``folder`` in a compiler's folder of a pack. Returns the paths of its files by name.
 
-    The result is empty unless a pack has the folder and all files of the folder are intact. The arguments ``compiler`` and
+    The result is empty unless some pack has the folder and all of the folder's files are intact. The arguments ``compiler`` and
     ``toolchain``, and the warnings, are those of `find`.
     """
     for pack in _made_with(compiler, toolchain):
@@ -185,7 +185,7 @@ def toolchain_gap(made: Sequence[str], toolchain: Sequence[str]) -> str:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes the manifest, with the digests of the pack's files. This is the last step of making a pack."""
+    """Writes the manifest, with the digests of the pack's files. Call this function last when making a pack."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     files = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     replace_file(folder / MANIFEST, json.dumps({"format": FORMAT, **manifest, "files": files}, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """An operator's parameters, parsed from its signature.
 
-These descriptions drive all mechanical treatment of arguments: the memo key, type checks, the schema for torch.compile.
+The memo key, the type checks and the schema for torch.compile are derived from these descriptions.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tokenspeed_kernel_base.resources import Resource
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _INT64 = torch.iinfo(torch.int64)
 
-# No sequence has this many tokens. A smaller option can be added to an int32 position, or subtracted from one, without overflow.
+# Sequences have fewer tokens than this. So kernels can add a smaller value to an int32 position, or subtract it, without overflow.
 NO_LIMIT = 1 << 30
 
 
 class Kind(enum.Enum):
     TENSOR = "tensor"
-    OBJECT = "object"  # holds tensors in named attributes; any object with the required attributes is accepted, a resource too
+    OBJECT = "object"  # holds tensors in named attributes; any object with the required attributes is accepted, also a resource
     VALUE = "value"  # hashable: number, flag, string, dtype, frozen dataclass of these
-    HINT = "hint"  # a host-side copy of a tensor's values: checked and passed on, but never required and no part of a decision
+    HINT = "hint"  # a tensor's values on the host: checked and passed on; kernels may ignore them, and decisions ignore them
     RESOURCE = "resource"  # outlives the call, see `tokenspeed_kernel_base.resources`; its class and ``key`` enter the memo key
 
 
@@ -96,7 +96,7 @@ class Parameter:
         return tuple(field for field in self.fields if field.is_tensor) if self.kind is Kind.OBJECT else ()
 
     def type_error(self, value: Any) -> str | None:
-        """The expected type in words, for an error message; None if the value has this type."""
+        """Returns the expected type in words, for an error message; None if the value has this type."""
         if value is None:
             return None if self.optional else self._expected()
         if self.kind is Kind.HINT:
@@ -121,7 +121,8 @@ class Parameter:
         return self._expected()
 
     def range_error(self, value: Any) -> str | None:
-        """The expected range in words, for an error message; None if a number fits the int64 or float32 that kernels receive."""
+        """Returns the expected range in words, for an error message; None if each number in the value fits the int64 or float32
+        that kernels receive."""
         if float in self.types and isinstance(value, (int, float)):
             if isinstance(value, float) and not math.isfinite(value):
                 return None  # the operator decides whether infinities and NaN have a meaning
@@ -195,7 +196,7 @@ def _compiled(annotation: str) -> types.CodeType:
 
 @functools.cache
 def resolved_annotations(owner: Any) -> dict[str, Any]:
-    """The evaluated annotations of a function or class whose module postpones their evaluation.
+    """Returns the annotations of a function or class, evaluated if the module postpones their evaluation.
 
     Like `typing.get_type_hints`, but each annotation text is compiled once. Repeated compilation would dominate the import time of
     the operators.
@@ -247,7 +248,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def check_types(operator: str, parameters: Iterable[Parameter], arguments: dict[str, Any]) -> None:
-    """Raises TypeError for the first argument of a wrong type, and ValueError for a number out of a kernel argument's range."""
+    """Raises TypeError for an argument of a wrong type, and ValueError for a number outside the range of int64 or float32."""
     for parameter in parameters:
         value = arguments[parameter.name]
         _check_type(operator, parameter, value)
@@ -313,8 +314,8 @@ def with_tensors(
 
 
 def on_meta(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call with meta tensors in place of its tensors. Output shapes are computed from them without allocating
-    memory.
+    """The arguments of a call with meta tensors in place of its tensors. The shapes of outputs are computed from meta tensors,
+    without allocating memory.
     """
     return with_tensors(parameters, arguments, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
 

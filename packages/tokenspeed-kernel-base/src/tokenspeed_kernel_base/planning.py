@@ -1,6 +1,6 @@
-"""Plans: an operator's kernel is chosen before any tensor exists, and weights are prepared for it once.
+"""Plans: an operator's kernel is selected before any tensor exists, and weights are converted to this kernel's layout once.
 
-There are four steps. An operator with a plan declares the first two::
+Planned calls take four steps. An operator with a plan declares the first two::
 
     @operator("moe", "moe_apply", planned="plan", layout="weight_layout", fixed_traits=("weight_layout",))
     def moe_apply(x: Tensor, weights: MoEWeights, ..., plan: MoEPlan, out: Tensor | None = None) -> Tensor: ...
@@ -16,14 +16,15 @@ There are four steps. An operator with a plan declares the first two::
     launch = moe_apply.bind(x, weights, ..., plan)     # optional, once per description
     moe_apply(x, weights, ..., plan)                   # at every step
 
-Kernels may need the same object in different layouts. A kernel names its layout by a trait, and has a ``weight_preprocessor`` that
-converts the object. A plan evaluates each kernel as a call would, with the object already in that kernel's layout. The hooks
-``traits`` and ``formats`` of such an operator see only the plan. So plan and call make the same request.
+Kernels may need the same object in different layouts. A kernel declares its layout as a trait, and has a ``weight_preprocessor``
+that converts the object. The selection for a plan evaluates each kernel as if the object were already in that kernel's layout. The
+hooks ``traits`` and ``formats`` of such an operator read only the plan. So the plan's selection and the later calls make the same
+request.
 
-An operator that uses the plans of another operator declares ``prepare`` and no ``plan``; its other hooks may read all arguments.
+An operator whose calls take another operator's plans declares ``prepare`` and no ``plan``. Its hooks may then read all arguments.
 
 Weights are a dataclass of tensors with an attribute ``layout``. Functions also accept any other object with the same attributes,
-which `as_weights` converts. A ``prepare`` hook only needs to call `Preparation.arranged`.
+which `as_weights` converts. For such weights, a ``prepare`` hook only needs to call `Preparation.arranged`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def wanted_layout(spec: KernelSpec, trait: str) -> str:
 def consider_layouts(
     request_in: Callable[[str], Request], specs: Iterable[KernelSpec], trait: str, override: Override | None
 ) -> Explanation:
-    """One selection in which each kernel is evaluated with the layout that it needs.
+    """Makes one selection. Each kernel is evaluated as if the object were in the layout that this kernel needs.
 
     Args:
         request_in: returns the request for an object in the given layout.
@@ -104,8 +105,8 @@ def _best_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def warn_of_reference(called: str, explanation: Explanation) -> None:
-    """Warns if a selection for a GPU falls back to the reference. Does not warn if a kernel or solution was requested by name, or
-    if another kernel was eligible.
+    """Warns if a selection for a GPU chose the reference, because no other kernel is eligible. Does not warn if the caller
+    requested a kernel or a solution by name.
 
     Args:
         called: the planning function.
@@ -140,14 +141,14 @@ def layout_of(weights: Any) -> str:
 
 
 def as_weights(check: Checker, argument: str, weights: Any, cls: type[W], layout: str | None = None) -> W:
-    """Converts any object with the tensors of a weights class to this class. The layout of the result is ``layout``, by default the
-    object's own layout.
+    """Converts any object that has the tensors of the weights class ``cls`` to this class. The layout of the result is ``layout``,
+    by default the object's own layout.
 
-    A resource is returned as it is. The object may lack attributes that have a default in the class.
+    A resource is returned unchanged. The object may lack attributes that have a default in ``cls``.
 
     Raises:
         TypeError: an attribute is missing or is no tensor, or a resource is not derived from the class.
-        ValueError: the tensors are on several devices, or a resource is in another layout.
+        ValueError: the tensors are on several devices, or a resource's layout is not ``layout``.
     """
     values: dict[str, Any] = {}
     first = ""
@@ -210,20 +211,20 @@ class Preparation(NamedTuple):
         check_canonical: Callable[[Checker, Any, Any], None],
         normalised: Callable[[W], W] = lambda weights: weights,
     ) -> W:
-        """Weights in the layout ``plan.weight_layout``, for a ``prepare`` hook to return. Weights in a kernel's own layout are not
-        converted again.
+        """Converts weights to the layout ``plan.weight_layout``. A ``prepare`` hook returns the result. Weights that already have
+        this layout are returned without a conversion.
 
         Args:
             weights: any object with the attributes of ``cls``, in the canonical layout or in the plan's layout.
             plan: the plan, already checked.
             cls: a dataclass of tensors with an attribute ``layout``. Its keyword-only fields are copied if the kernel's
                 preprocessor omits them.
-            check_canonical: raises unless canonical weights match the plan.
-            normalised: converts canonical weights to the dtype that preprocessors and kernels expect, where several dtypes are
-                canonical.
+            check_canonical: raises an error if canonical weights do not match the plan.
+            normalised: converts canonical weights to the dtype that preprocessors and kernels expect, if the canonical layout
+                allows several dtypes.
 
         Raises:
-            TypeError, ValueError: see above, and `preprocess`.
+            TypeError, ValueError: the weights do not match ``cls`` or the plan; see also `preprocess`.
         """
         check = self.check
         given = as_weights(check, "weights", weights, cls)
@@ -244,11 +245,11 @@ class Preparation(NamedTuple):
         return made
 
     def preprocess(self, argument: str, given: Any, plan: Any, layout: str) -> Any:
-        """The output of the kernel's ``weight_preprocessor`` for an object in the canonical layout. Returns the object itself if
-        the kernel reads the canonical layout and has no preprocessor.
+        """Converts an object in the canonical layout with the kernel's ``weight_preprocessor``. Returns the object itself if the
+        kernel reads the canonical layout and has no preprocessor.
 
         Args:
-            argument: the object's name in messages.
+            argument: the object's name, for error messages.
             given: the object. A preprocessor must not write to it.
             plan: the plan, already checked.
             layout: the layout that the plan requires.

@@ -1,10 +1,10 @@
-"""The platform of this machine, and its capabilities.
+"""The platforms that kernels run on, and the capabilities that kernels require of them.
 
 Importing this module creates no GPU context. The first request for a platform may create a GPU context.
 
-`CapabilityRequirement.gap` tells selection why a kernel cannot run on a platform. CPU tensors use the CPU's platform even where a
-GPU is present (`platform_of`), unless `use_platform` is in force. An emulator that runs GPU code on CPU tensors installs the
-emulated platform with `use_platform`.
+`CapabilityRequirement.gap` tells selection why a kernel cannot run on a platform. CPU tensors use the CPU's platform even if a GPU
+is present (`platform_of`), unless `use_platform` is in force. An emulator that runs GPU code on CPU tensors installs the emulated
+platform with `use_platform`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VENDORS = frozenset({"nvidia", "amd", "cpu"})
 @dataclass(frozen=True, order=True)
 class ArchVersion:
     """An architecture's version in its vendor's numbering: sm_90 is ``ArchVersion(9, 0)``, gfx942 and gfx950 are ``(9, 4)`` and
-    ``(9, 5)``. Versions of different vendors are not comparable, so a requirement with a version names its vendors, too."""
+    ``(9, 5)``. Versions of different vendors are not comparable, so a requirement with a version should also name its vendors."""
 
     major: int
     minor: int
@@ -52,7 +52,7 @@ class PlatformInfo:
         total_memory: bytes of one device, 0 if unknown.
         sm_count: SMs, CUs or logical CPU cores of one device, 0 if unknown.
         features: capabilities of the device and the installed software, by name (``"triton"``: Triton kernels run here).
-        emulated: a simulator replaces the device: kernels run on CPU tensors, slowly.
+        emulated: whether an emulator replaces the device. Kernels then run on CPU tensors, slowly.
         pretended: whether the device is absent. Selection can then be explained, and launches raise an error.
     """
 
@@ -104,9 +104,9 @@ class CapabilityRequirement:
         min_arch_version, max_arch_version: inclusive bounds. A platform without an architecture version (a CPU) fails both.
         required_features: names that `PlatformInfo.features` must hold.
         vendors: the vendors whose devices are accepted; None for any.
-        probe: returns why this machine cannot run the kernel although the device could (missing software, for instance), or None.
-            The probe is called last, at every selection, so it should cache its result. Two requirements are equal only if they
-            have the same probe. `overlaps` ignores the probe, because it may succeed on any machine.
+        probe: returns a reason why this machine cannot run the kernel, such as missing software; None if it can. The probe is
+            called last, at every selection, so it should cache its result. Two requirements are equal only if they have the same
+            probe. `overlaps` ignores the probe, because on some machine it may succeed.
     """
 
     min_arch_version: ArchVersion | None = None
@@ -126,7 +126,7 @@ class CapabilityRequirement:
             raise ValueError(f"min_arch_version {self.min_arch_version} is above max_arch_version {self.max_arch_version}")
 
     def gap(self, platform: PlatformInfo) -> str | None:
-        """Why the platform does not meet the requirement; None if the platform meets it."""
+        """Returns why the platform does not meet the requirement; None if the platform meets it."""
         if self.vendors is not None and platform.vendor not in self.vendors:
             return f"needs {_device_of(self.vendors)}, this is {'a CPU' if platform.is_cpu else platform.arch}"
         low, high = self.min_arch_version, self.max_arch_version
@@ -189,7 +189,7 @@ def _is_installed(package: str) -> bool:
 
 @functools.cache
 def _software_features(vendor: str) -> frozenset[str]:
-    """Features that the installed software adds to a device of this vendor. Finds packages without importing them."""
+    """Features that the installed software adds to a device of this vendor. Packages are found without importing them."""
     features = set()
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
     if (vendor != "cpu" or interpreted) and _is_installed(_TRITON):
@@ -199,7 +199,8 @@ def _software_features(vendor: str) -> frozenset[str]:
 
 @functools.cache
 def cpu_platform() -> PlatformInfo:
-    """The host's CPU. Portable Triton kernels count as available on it under ``TRITON_INTERPRET=1``."""
+    """The platform of the host's CPU. Under ``TRITON_INTERPRET=1`` it has the feature ``"triton"``, because Triton's interpreter
+    runs portable Triton kernels."""
     return PlatformInfo("cpu", ArchVersion(0, 0), _cpu_name(), "cpu", 1, 0, os.cpu_count() or 0, _software_features("cpu"))
 
 
@@ -240,7 +241,8 @@ def driver_version(vendor: str) -> str:
         return ""
 
 
-# Common device names -> the device's architecture and full name. The first device of an architecture represents it.
+# Common device names -> the device's architecture and full name. `named_platform` names an architecture's platform after its first
+# device here.
 _DEVICES = {
     "a100": ("sm_80", "NVIDIA A100"),
     "l40s": ("sm_89", "NVIDIA L40S"),
@@ -256,8 +258,8 @@ _DEVICES = {
 
 
 def named_platform(name: str) -> PlatformInfo:
-    """A pretended platform, from the name of an architecture (``"cpu"``, ``"sm_90"``, ``"sm90"``, ``"sm_90a"``, ``"gfx950"``) or of
-    a device (``"h100"``, ``"mi355x"``).
+    """Makes a pretended platform from the name of an architecture (``"cpu"``, ``"sm_90"``, ``"sm90"``, ``"sm_90a"``, ``"gfx950"``)
+    or of a device (``"h100"``, ``"mi355x"``).
 
     The platform's features are those that the installed software would add to such a device. Nothing is launched.
 
@@ -334,7 +336,7 @@ def installed_platform() -> PlatformInfo | None:
 def use_platform(platform: PlatformInfo) -> Iterator[PlatformInfo]:
     """Makes `current_platform` return ``platform`` inside the block, for the whole process.
 
-    The block is for tests and for simulators, which run a device's kernels on CPU tensors (``emulated=True``). Decisions made
+    Tests use the block, and so do emulators, which run a device's kernels on CPU tensors (``emulated=True``). Decisions made
     outside the block are not used inside, and vice versa.
     """
     global _installed

@@ -40,8 +40,8 @@ def check_provided(mode: str, outs: Iterable[str], arguments: Mapping[str, Any],
 def overlap_pairs(
     written: Sequence[str], tensors: Iterable[str], in_place: Mapping[str, Collection[str]]
 ) -> list[tuple[str, str, bool]]:
-    """Pairs of parameters that must not overlap: one that the call writes to, and another tensor. The third item tells whether both
-    may be the same tensor.
+    """Pairs of parameters whose memory must not overlap: a parameter that the call writes to, and another. The third item tells
+    whether both may be the same tensor.
     """
     others = list(tensors)
     return [
@@ -55,7 +55,8 @@ def overlap_pairs(
 def check_overlaps(
     mode: str, written: Iterable[str], pairs: Iterable[tuple[str, str, bool]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises ValueError if memory that a call writes to overlaps another argument, or if several of its elements share an address.
+    """Raises ValueError if a tensor that a call writes to overlaps another argument, or if several elements of this tensor share an
+    address.
 
     Args:
         mode: the operator's name, for the message.

@@ -1,4 +1,4 @@
-"""Finds out why no call can select a kernel that is requested by name."""
+"""Finds the reason why no call can select a kernel that is requested by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry, nearest_kernel
 
 
 def misnamed(kernel: str, operator: str) -> str | None:
-    """Returns the reason if ``operator``, ``"family.mode"``, has no kernel named ``kernel``; None if it has this kernel."""
+    """Returns the reason why ``kernel`` names no kernel of ``operator``, ``"family.mode"``; None if it names one."""
     registry = KernelRegistry.get()
     try:
         spec = registry.get_by_name(kernel, operator)
@@ -27,7 +27,8 @@ def why_unreachable(kernel: str, operator: str, platform: PlatformInfo | None = 
         kernel: the kernel's name.
         operator: the operator for which the kernel is requested, ``"family.mode"``.
         platform: the platform of the calls. None if it is not known yet: the kernel's platform requirements are then ignored.
-        by_name: whether the request names the kernel, as an override does. False for a request that only states a preference.
+        by_name: whether the request names the kernel, as an override does. If not, a kernel that is declared with ``only_by_name``
+            is unreachable.
     """
     problem = misnamed(kernel, operator)
     if problem is not None:

@@ -109,7 +109,7 @@ class KernelRegistry:
             return self._interfaces.get((family, mode))
 
     def register(self, spec: KernelSpec, impl: Callable[..., Any] | str) -> None:
-        """Adds a kernel.
+        """Registers a kernel.
 
         Raises:
             RegistrationError: the name is in use; the implementation's parameters do not match the operator's; or the declaration
@@ -180,8 +180,8 @@ class KernelRegistry:
             self._open_transactions += 1
             try:
                 yield added
-                # Checked at the end of the block: a kernel that makes a weight layout may be registered after a kernel that reads
-                # this layout.
+                # Layouts are checked at the end of the block, because a kernel that makes a layout may be registered after a kernel
+                # that reads it.
                 self._check_layouts([spec for name, spec in self._specs.items() if before[0].get(name) is not spec])
             except BaseException:
                 self._specs, self._impls, self._interfaces, self._clashes, self._private = before
@@ -194,7 +194,7 @@ class KernelRegistry:
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
     def has(self, spec: KernelSpec) -> bool:
-        """Whether this spec object itself is registered, not another spec of the same name."""
+        """Whether this very spec object is registered. False if another spec of the same name is registered."""
         with self._lock:
             return self._specs.get(spec.name) is spec
 
@@ -207,8 +207,8 @@ class KernelRegistry:
             return name in self._public()
 
     def get_by_name(self, name: str, operator: str | None = None) -> KernelSpec:
-        """The declaration of a kernel. Raises KeyError for an unknown name, with a suggestion. The suggestion comes from the
-        kernels of ``operator``, ``"family.mode"``, if one is given."""
+        """The declaration of a kernel. Raises KeyError for an unknown name, with a suggestion. If ``operator``, ``"family.mode"``,
+        is given, only its kernels are suggested."""
         with self._lock:
             if name not in self._specs:
                 candidates = [spec for spec in self._specs.values() if operator in (None, spec.operator)]
@@ -216,22 +216,22 @@ class KernelRegistry:
             return self._specs[name]
 
     def declarations(self, names: Iterable[str]) -> list[tuple[KernelSpec, Callable[..., Any] | str]]:
-        """The specs and implementations of kernels, for registering them again. An implementation that has been imported is a
-        function.
+        """Returns the specs and implementations of kernels, with which they can be registered again. An implementation is a
+        function if it has been imported, else ``"module:function"``.
         """
         with self._lock:
             return [(self.get_by_name(name), self._impls[name]) for name in names]
 
     def launchers(self) -> list[tuple[KernelSpec, Callable[..., Any]]]:
-        """Every kernel whose implementation is imported, with that implementation. Includes private kernels."""
+        """Returns all kernels whose implementation is imported, private kernels included, with their implementations."""
         with self._lock:
             return [(spec, impl) for name, spec in self._specs.items() if callable(impl := self._impls[name])]
 
     def get_impl(self, name: str) -> Callable[..., Any]:
-        """A function of all the operator's parameters, in order, that runs the kernel.
+        """Returns a function that takes all the operator's parameters, in order, and runs the kernel.
 
-        Returns the implementation, imported now if it was registered by name; or a wrapper that passes only the parameters that the
-        implementation takes.
+        The function is the implementation, or a wrapper that passes the implementation only the parameters that it takes. An
+        implementation that was registered by name is imported now.
 
         Raises:
             KeyError: no kernel of that name.
@@ -265,8 +265,8 @@ class KernelRegistry:
     def load_or_leave_out(self, name: str) -> Callable[..., Any] | None:
         """Returns a kernel's implementation, imported if necessary; None if the import fails.
 
-        After a failure every later selection rejects the kernel. The failure is recorded, with a warning. So one broken package
-        does not disable an operator that has other kernels.
+        If the import fails, the failure is recorded, with a warning, and every later selection rejects the kernel. So one broken
+        package does not disable an operator that has other kernels.
 
         Warns:
             KernelLoadWarning: the implementation cannot be imported.
@@ -292,7 +292,7 @@ class KernelRegistry:
 
         Args:
             name: the kernel.
-            why: the gate's reason, which follows the kernel's name.
+            why: the gate's reason. Messages put it after the kernel's name, so it starts with a verb.
         """
         with self._lock:
             self.get_by_name(name)
@@ -300,7 +300,7 @@ class KernelRegistry:
         memo.invalidate()
 
     def load_failures(self) -> dict[str, str]:
-        """The tracebacks of selected kernels that could not be loaded, by the kernel's name."""
+        """The tracebacks of the selected kernels that could not be loaded, by kernel name."""
         with self._lock:
             return dict(sorted(self._load_failures.items()))
 
@@ -309,7 +309,8 @@ class KernelRegistry:
         return self._disabled.get(name)
 
     def get_for_operator(self, family: str, mode: str, package: str | None = None) -> list[KernelSpec]:
-        """All public kernels of an operator, or all kernels of one package. Ordered by descending priority, then by name."""
+        """Returns an operator's public kernels; with ``package``, the operator's public and private kernels of that package. They
+        are ordered by descending priority, then by name."""
         with self._lock:
             offered = self._public() if package is None else {n: s for n, s in self._specs.items() if s.package == package}
         specs = [spec for spec in offered.values() if spec.family == family and spec.mode == mode]
@@ -344,7 +345,7 @@ class KernelRegistry:
         for spec in specs:
             named = self._layouts_of(spec) - {CANONICAL}
             if named and spec.weight_preprocessor is None:
-                # Operators of a family share plans, and therefore layouts of prepared weights.
+                # Operators of a family share plans, and therefore the layouts of weights.
                 makers = (o for o in self._specs.values() if o.family == spec.family and o.weight_preprocessor is not None)
                 made = {CANONICAL}.union(*map(self._layouts_of, makers))
                 for layout in sorted(named - made):
@@ -355,8 +356,8 @@ class KernelRegistry:
         return frozenset() if interface is None else layouts_of(spec, interface.layout)
 
     def _launcher(self, name: str) -> Launcher:
-        """A kernel's imported launcher, checked against its operator. Cached until the spec, the implementation or the interface
-        changes."""
+        """Returns a kernel's imported launcher, checked against its operator's interface. The result is cached until the spec, the
+        implementation or the interface changes."""
         with self._lock:
             spec, impl = self._specs[name], self._impls[name]
             interface = self._interfaces.get((spec.family, spec.mode))
@@ -409,13 +410,13 @@ def nearest_kernel(name: str, specs: Iterable[KernelSpec]) -> str:
 _FEW = 4  # number of kernels of a solution that an error lists
 
 
-# Declarations by module, in source order. A module's code runs only once, so this table is needed to register them again.
+# Declarations by module, in source order. A module's code runs only once, so registering its kernels again needs this table.
 _declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
 
 
 def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
     """Imports a package's modules except device modules (see `discovery.import_modules`), and registers all kernels that they
-    declare. Registers no kernel if anything raises.
+    declare. Registers no kernel if an import or a registration raises an error.
 
     Args:
         package: the package's name.
@@ -423,7 +424,7 @@ def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
             requests that name the package.
 
     Returns:
-        All declarations of the package, by name, including declarations that were registered before.
+        All declarations of the package, sorted by name, including declarations that were registered before.
     """
     registry = KernelRegistry.get()
     with registry.transaction():
@@ -461,7 +462,8 @@ def register_kernel(
     tunables: Mapping[str, Iterable[Any]] | None = None,
     tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None,
 ) -> Callable[[F], F]:
-    """Declares a kernel. Decorates a launcher. Can also be called with ``"module:function"``, which imports nothing yet.
+    """Declares a kernel. Returns a decorator for the launcher. The decorator can also be called with ``"module:function"``; then
+    the launcher is imported when the kernel is first selected.
 
     Args:
         family, mode: the operator, e.g. ``"attention", "mha_prefill"``.
@@ -469,18 +471,18 @@ def register_kernel(
         solution: the backend: the toolkit or library that the kernel is made with.
         capability: requirements of the platform; no requirements if omitted.
         signatures: the accepted operand formats; None for all.
-        traits: constraints by trait. The kernel lacks every flag that is not mentioned.
+        traits: constraints by trait. The kernel does not have the feature of any flag that is not mentioned.
         priority: 0 to 19, see `Priority`.
         tags: some of `TAGS`.
         aligned_caches: cache parameters whose rows must start at multiples of 16 bytes. The kernel copies other caches whole at
             every call: it warns once (`tokenspeed_kernel_base.alignment.aligned_cache`), and `explain` reports the copy.
-        only_by_name: why only requests that name the kernel may get it: a precondition that no trait expresses and the caller must
-            ensure.
-        accuracy: the kernel's error, which its operator allows, with a bound; `explain` shows this text.
+        only_by_name: a precondition that no trait expresses and that the caller must ensure. If given, only requests that name the
+            kernel may select it.
+        accuracy: a bound of the kernel's error, within the error that the operator allows. `explain` shows this text.
         weight_preprocessor: converts weights to the kernel's layout at load time; a function or ``"module:function"``.
-        tunables: values to try, by name: ``{"block_n": [64, 128]}``. The implementation takes each as a keyword-only parameter,
-            whose default applies without a measurement. Selection binds a measured configuration to the implementation, so that
-            calls look nothing up.
+        tunables: values to try, by name: ``{"block_n": [64, 128]}``. The implementation takes each as a keyword-only parameter. The
+            parameter's default applies if there is no measurement. Selection binds the measured configuration to the
+            implementation, so calls need not look it up.
         tunable_if: ``tunable_if(request, configuration)`` returns why a configuration is invalid for a `Request` (its ``traits``
             and ``sizes``), or None. Invalid configurations are neither measured nor used.
 
@@ -525,7 +527,7 @@ def register_kernel(
 
 
 def describe_kernel(name: str) -> str:
-    """All facts about a kernel as text, one per line. Raises KeyError for an unknown name."""
+    """Returns a kernel's name and the facts about it as text, one fact per line. Raises KeyError for an unknown name."""
     registry = KernelRegistry.get()
     ((spec, impl),) = registry.declarations([name])
     capability = spec.capability

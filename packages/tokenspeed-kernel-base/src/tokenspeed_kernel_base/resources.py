@@ -32,11 +32,12 @@ class Resource:
 
     Attributes:
         key: part of the memo key of every call that is given the resource. Resources of one class with equal keys share decisions.
-            So class and key must determine the resource's device and everything that operators' hooks (``check``, ``traits``,
-            ``formats``, ``fake``) read of a resource. Set ``key`` once, at construction, to something hashable. ``key`` is a plain
-            attribute, because every call reads it.
+            So class and key must determine the resource's device, and everything that an operator's hooks ``check``, ``traits``,
+            ``formats`` and ``fake`` read from the resource. Set ``key`` to a hashable value at construction, and never change it.
+            ``key`` is an attribute instead of a property, because every call reads it.
         handle: the integer by which custom operators name this resource. Set at construction; never reused.
-        device: where a call's tensors must be; None for any device. A device without an index means any device of that type.
+        device: the device that a call's tensors must be on; None for any device. A device without an index means any device of that
+            type.
         trait_kinds: the traits that the method `traits` may return, with the values of each: ``{"rounded": bool}``. A derived class
             may add traits; declare kernels that constrain the added traits after the class.
         world_size: number of processes that take part in a call with the resource. If world_size is more than 1, all processes must
@@ -51,8 +52,8 @@ class Resource:
 
     def __new__(cls: type[R], *args: Any, **kwargs: Any) -> R:
         self = super().__new__(cls)
-        # Set here, because a dataclass replaces __init__; through object.__setattr__, because a frozen dataclass forbids
-        # assignment.
+        # The handle is set here, because a dataclass replaces __init__. A frozen dataclass forbids assignment, so
+        # object.__setattr__ sets it.
         object.__setattr__(self, "handle", next(_handles))
         _living[self.handle] = self
         return self
@@ -62,7 +63,7 @@ class Resource:
         """Traits that the resource adds to a call's request, beside the traits of the operator's ``traits`` hook.
 
         Class and key must determine these traits. The traits describe the resource, so an override cannot bypass them. A kernel
-        that is silent about a trait that is True is rejected.
+        that does not constrain a trait whose value is True is rejected.
         """
         return {}
 
@@ -72,7 +73,7 @@ class Resource:
         return ""
 
     def __copy__(self: R) -> R:
-        """Returns the resource itself, as does `__deepcopy__`. So a copy of a call's arguments holds the same resource."""
+        """Returns the resource itself, and so does `__deepcopy__`. So a copy of a call's arguments has the same resource."""
         return self
 
     def __deepcopy__(self: R, memo: dict[int, Any]) -> R:
@@ -96,7 +97,7 @@ def stated_by(resource: Resource) -> Mapping[str, Any]:
 
 
 def find(handle: int) -> Resource:
-    """Finds the living resource that a handle names.
+    """Returns the resource that a handle names.
 
     Raises:
         RuntimeError: the resource does not exist: it was deleted, or the handle belongs to another process.

@@ -1,10 +1,10 @@
 """Selects the kernel for a request, and explains why the other kernels were not selected.
 
 A request passes every kernel of its operator through the gates of `GATES`. The remaining kernels are ranked by `RANKS`. The gates
-fail closed, and each returns a reason. `explain_selection`, `NoKernelFoundError` and the selection itself all use the function
-`consider`, so they cannot disagree.
+fail closed, and each gate gives a reason for a rejection. `explain_selection`, `NoKernelFoundError` and the selection itself all
+use the function `consider`, so they cannot disagree.
 
-Measured results also give a kernel's fastest configuration, which selection binds to the implementation. The results apply to a
+Measured results also give a kernel's fastest configuration, which selection binds to the implementation. Each result applies to one
 bucket of sizes; a request contains its sizes.
 """
 
@@ -74,19 +74,19 @@ class SelectionStrategy(enum.Enum):
     """How kernels are ranked."""
 
     HEURISTIC = "heuristic"  # rank by tuned results if there are any, otherwise by objective and priority
-    AUTOTUNE = "autotune"  # like HEURISTIC, but without tuned results the first call measures the kernels, and keeps the results
+    AUTOTUNE = "autotune"  # like HEURISTIC, but without tuned results the first call measures the kernels, and stores the results
 
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """Defaults for selections whose request gives no strategy or objective.
+    """The strategy of each operator, and the objective of requests that give none.
 
     Attributes:
         default_strategy: the strategy of operators that ``op_strategies`` does not name.
         op_strategies: strategies of operators, by ``("family", "mode")``.
         objective: the ranking objective of requests that give none.
         autotune_budget_s: time limit of AUTOTUNE's measurements for one decision, in seconds, compilation included. Each kernel's
-            default configuration is measured in any case.
+            default configuration is measured even beyond this limit.
     """
 
     default_strategy: SelectionStrategy = SelectionStrategy.HEURISTIC
@@ -110,7 +110,7 @@ class _OverrideBlock:
     operator: tuple[str, str]
     kernel: str
     config: tuple[tuple[str, Any], ...] | None
-    # A task inherits its creator's context and may outlive the block, so resetting the context variable is not enough.
+    # A task inherits its creator's context and may outlive the block. So the end of the block also clears this flag.
     active: bool = True
 
 
@@ -118,7 +118,7 @@ _overrides: contextvars.ContextVar[tuple[_OverrideBlock, ...]] = contextvars.Con
 
 
 def selection_policy() -> SelectionPolicy:
-    """The current policy: the policy that was set, or the defaults with the objective from the settings."""
+    """The policy that `set_selection_policy` set; without one, the default policy with the objective from the settings."""
     if _policy is not None:
         return _policy
     objective = config.settings().objective
@@ -137,8 +137,8 @@ def set_selection_policy(policy: SelectionPolicy | None) -> None:
     """Sets the policy of the whole process; None restores the default.
 
     With `SelectionStrategy.AUTOTUNE` the first call of each bucket of sizes measures every eligible kernel, for about
-    ``autotune_budget_s``, on the call's own inputs (copies of what kernels write to). The results are kept for other processes.
-    Nothing is measured during the capture of a CUDA graph: the untuned choice runs, with a warning.
+    ``autotune_budget_s``, on the call's own inputs. Tensors that kernels write to are copied first. The results are stored for
+    other processes. Nothing is measured during the capture of a CUDA graph: the kernel for HEURISTIC runs, with a warning.
     """
     global _policy
     _policy = policy
@@ -150,19 +150,19 @@ def kernel_override(family: str, mode: str, kernel_name: str, *, config: Mapping
     """Forces a kernel for an operator inside the block. Applies to this thread or task, and to tasks created in the block until it
     ends.
 
-    The override bypasses the name gate, and the traits gate except for fixed traits. So the override can run a kernel with traits
+    The override bypasses the name gate, and the traits gate except for fixed traits. So the override can run a kernel for traits
     that the kernel does not declare. All other gates still apply.
 
     Args:
         family, mode: the operator.
         kernel_name: the kernel.
         config: the configuration to run with: a value for each of the kernel's tunables, or ``{}`` for the kernel's defaults. If
-            omitted, the tuned configuration, if there is one. The configuration also applies to calls inside the block that name
-            the kernel themselves.
+            omitted, the kernel runs with its tuned configuration, if there is one. ``config`` also applies to calls in the block
+            that name the kernel by their own ``override``.
 
     Raises:
         KeyError: no kernel of that name.
-        ValueError: the kernel is another operator's, or does not declare the configuration.
+        ValueError: the kernel belongs to another operator, or does not declare the configuration.
     """
     spec = KernelRegistry.get().get_by_name(kernel_name, f"{family}.{mode}")
     if (spec.family, spec.mode) != (family, mode):
@@ -177,13 +177,13 @@ def kernel_override(family: str, mode: str, kernel_name: str, *, config: Mapping
             try:
                 yield
             finally:
-                block.active = False  # still inside `exceptional`, so that no decision of the block is memoised
+                block.active = False  # still inside `exceptional`, so no decision made in the block is memoised
     finally:
         _overrides.reset(token)
 
 
 def override_in_force(family: str, mode: str) -> Override | None:
-    """The kernel that is forced outside the call: by `kernel_override`, the environment, or the TOML file."""
+    """The kernel that `kernel_override`, the environment or the TOML file forces for an operator, in this order of precedence."""
     for block in reversed(_overrides.get()):
         if block.active and block.operator == (family, mode):
             return Override(block.kernel, "kernel_override", block.config)
@@ -192,8 +192,8 @@ def override_in_force(family: str, mode: str) -> Override | None:
 
 
 def override_of_call(family: str, mode: str, kernel: str | None) -> Override | None:
-    """The kernel that a call runs by name: the call's own override, else `override_in_force`. If the call names the kernel for
-    which a configuration is in force, this configuration applies too.
+    """The override that applies to a call: the call's own override ``kernel``, else `override_in_force`. If `kernel_override`
+    forces a configuration of the kernel that the call names, this configuration applies too.
     """
     in_force = override_in_force(family, mode)
     if not kernel:
@@ -214,8 +214,8 @@ GATES = {
     "parameters": "its implementation takes every parameter that the call does not leave at its default",
     "traits": "its constraints hold, and it has every flag that is set",
 }
-"""The gates in order: a gate's name, and the statement that holds for a kernel that passes. An override bypasses the name gate, and
-the traits gate except for fixed traits.
+"""The gates in order: each gate's name, and the statement that is true of a kernel that passes. An override bypasses the name gate,
+and the traits gate except for fixed traits.
 """
 
 RANKS = ("override", "measured result", "objective", "priority", "name")
@@ -223,8 +223,8 @@ RANKS = ("override", "measured result", "objective", "priority", "name")
 
 
 def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tuple[str, str] | None:
-    """The first of `GATES` that a kernel fails, with the reason; None if the kernel passes all. ``overridden`` bypasses the name
-    gate, and the traits gate except for fixed traits."""
+    """Returns the first of `GATES` that a kernel fails, with the reason; None if the kernel passes all gates. ``overridden``
+    bypasses the name gate, and the traits gate except for fixed traits."""
     if request.package is not None and spec.package != request.package:
         return "package", f"belongs to {spec.package}; only kernels of {request.package} were asked for"
     if request.solution is not None and spec.solution != request.solution:
@@ -256,7 +256,7 @@ def _find_measured(request: Request) -> Found:
 
 
 def _tuned_reason(name: str, results: Mapping[str, Tuned]) -> str:
-    """Text that compares a kernel's measured time with the best alternative: another kernel, or its own default configuration."""
+    """Compares a kernel's measured time with the fastest alternative, in words: another kernel, or this kernel's defaults."""
     mine = results[name]
     others = [other.us for kernel, other in results.items() if kernel != name]
     if mine.config and mine.own_us is not None:
@@ -266,8 +266,8 @@ def _tuned_reason(name: str, results: Mapping[str, Tuned]) -> str:
 
 
 def rank(spec: KernelSpec, request: Request, results: Mapping[str, Tuned]) -> tuple[tuple[float, ...], str]:
-    """A kernel's rank among the kernels that pass all gates, and the reasons for it. The greater tuple wins; a tie is broken by
-    name. ``results``: the measurements of all kernels that pass."""
+    """A kernel's rank among the kernels that pass all gates, and its reasons as text. The greatest rank wins; a tie is broken by
+    name. ``results``: the measurements of the kernels that pass."""
     parts: list[str] = []
     mine = results.get(spec.name)
     if mine is not None:
@@ -297,7 +297,7 @@ def _preference(spec: KernelSpec, request: Request) -> tuple[float, str]:
                 bool(capability.required_features),
             )
         )
-        # Kernels with a priority below PORTABLE require the least, but are fallbacks. So they rank last.
+        # Kernels with a priority below PORTABLE require the least of a platform, but are only fallbacks. So they rank last.
         return (-demands if spec.priority >= Priority.PORTABLE else -5), f"{demands} demands on the platform"
     if objective is SelectionObjective.ACCURACY:
         rounds = "fp8_weights" in spec.tags and any(fmt.storage_dtype in FP8 for _, fmt in request.signature.roles)
@@ -309,7 +309,7 @@ def _preference(spec: KernelSpec, request: Request) -> tuple[float, str]:
 def consider(request: Request, override: Override | None = None, *, found: Found | None = None) -> Explanation:
     """Passes every kernel of the request's operator through the gates, ranks the kernels that pass, and selects the best.
 
-    ``found``: measured results that replace the tables' results. An empty ``found`` gives the untuned choice.
+    ``found``: measured results that replace the stored results. With an empty ``found``, the selection ignores measurements.
     """
     specs = KernelRegistry.get().get_for_operator(request.family, request.mode, request.package)
     wanted = override.kernel if override else None
@@ -336,7 +336,7 @@ def consider(request: Request, override: Override | None = None, *, found: Found
     chosen = accepted[0].spec if accepted else None
     problem = ""
     if override is not None and (chosen is None or chosen.name != wanted):
-        # An override whose kernel is not eligible is an error: silently running another kernel would hide the failure.
+        # If the override's kernel is not eligible, no kernel is chosen. Silently running another kernel would hide the failure.
         chosen = None
         problem = _why_no_override(override, request, rejected)
     elif request.solution is not None and not any(spec.solution == request.solution for spec in specs):
@@ -347,12 +347,12 @@ def consider(request: Request, override: Override | None = None, *, found: Found
 def _configuration(
     spec: KernelSpec, request: Request, override: Override | None, result: Tuned | None
 ) -> tuple[Mapping[str, Any], str]:
-    """The configuration that a kernel would run with, and the reason if the measured configuration is not used."""
+    """Returns the configuration that a kernel would run with; if the measured configuration cannot be used, also the reason."""
     if override is not None and override.config is not None:
         return dict(override.config), ""
     if result is None or not result.config:
         return {}, ""
-    gap = spec.configuration_gap(result.config, request)  # measured at one size of the bucket, perhaps invalid at this size
+    gap = spec.configuration_gap(result.config, request)  # measured at one size of the bucket, and perhaps invalid at this size
     return (result.config, "") if gap is None else ({}, f"; runs as untuned: {gap}")
 
 
@@ -385,23 +385,23 @@ def _no_such_solution(solution: str, specs: Iterable[KernelSpec]) -> str:
 
 
 _decisions: dict[Any, SelectedKernel] = memo.new_memo()
-# This record is kept when decisions are invalidated, so that a receipt of the process also lists calls before the change.
+# `memo.invalidate` does not clear this record, so a receipt of the process also lists the calls before a change.
 _made: dict[Any, tuple[Request, Override | None]] = {}
 
 
 def selections_made() -> list[tuple[Request, Override | None]]:
-    """The requests that this process has selected a kernel for, in order, each with the kernel requested by name. At most
-    `memo.MAX_ENTRIES`; sizes are those of the first call of each request."""
+    """The requests that this process has selected a kernel for, in order, each with its override. At most `memo.MAX_ENTRIES`
+    requests are recorded. A request's sizes are those of its first call."""
     return [*_made.values()]
 
 
 def select(request: Request, override: Override | None = None, arguments: Mapping[str, Any] | None = None) -> SelectedKernel:
-    """The kernel for a request. Returns the same object until something that the decision depends on changes.
+    """Selects the kernel for a request. Returns the same object until something that the decision depends on changes.
 
     Args:
         request: the request.
         override: the kernel requested by name.
-        arguments: arguments of the call by name, for a measurement if the policy requires one; None for a request without a call.
+        arguments: arguments of the call by name, for a measurement if the policy requires one; None without a call.
 
     Raises:
         NoKernelFoundError: no kernel passes the gates, or the override does not.
@@ -428,7 +428,7 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
         return known
     provisional = override is None and arguments is not None and not _autotuned(request, arguments)
     impl: Callable[..., Any] | None = None
-    while impl is None:  # each further round rejects a kernel that failed to load, or that lacks a parameter of the call
+    while impl is None:  # each round after the first rejects a kernel that failed to load, or that lacks a parameter of the call
         started = memo.epoch()
         explanation = consider(request, override)
         if explanation.chosen is None:
@@ -447,7 +447,7 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
 
 
 def _loaded(name: str, request: Request) -> Callable[..., Any] | None:
-    """A kernel's implementation; None if the import fails, or if it lacks a parameter that the call gives."""
+    """A kernel's implementation; None if the import fails, or if the implementation lacks a parameter that the call gives."""
     registry = KernelRegistry.get()
     impl = registry.load_or_leave_out(name)
     return None if impl is None or registry.ignored_parameters(name) & request.given else impl
@@ -460,8 +460,8 @@ def sizes_matter(request: Request) -> bool:
 
 
 def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:
-    """Measures the kernels for a request if the policy requires it and there is no result. Returns False if a required measurement
-    was impossible.
+    """Measures the kernels for a request if the policy requires measurements and there are none for the request. Returns False if a
+    required measurement was impossible.
     """
     policy = selection_policy()
     if policy.get_strategy(request.family, request.mode) is not SelectionStrategy.AUTOTUNE:
@@ -493,8 +493,8 @@ def make_request(
     solution: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Request:
-    """A request with defaults filled in: the current platform and the policy's objective. Raises ValueError for a trait or an
-    operand that the operator does not declare."""
+    """Makes a request. The platform is by default the current platform, the objective that of the policy. Raises ValueError for a
+    trait or an operand that the operator does not declare."""
     interface = KernelRegistry.get().interface_of(family, mode)
     if interface is not None:
         interface.check_request(f"{family}.{mode}", traits or {}, (operand for operand, _ in format_signature.roles))
@@ -536,7 +536,7 @@ def select_kernel(
 
     Raises:
         ValueError: the operator does not declare a trait, or an operand of the signature.
-        NoKernelFoundError: no kernel is eligible; the message has every candidate with its reason.
+        NoKernelFoundError: no kernel is eligible. The message gives the reason for each kernel.
     """
     request = make_request(
         family,
@@ -579,7 +579,7 @@ def explain_selection(
 
 
 def warmup_selection(ops: Iterable[tuple[str, str, FormatSignature, Mapping[str, Any] | None]] | None = None) -> list[str]:
-    """Makes decisions before the first call, so that the call imports nothing.
+    """Selects kernels before the first call, so the call imports nothing.
 
     Args:
         ops: family, mode, signature and traits of each expected request. None imports every kernel that this platform can run.

@@ -1,4 +1,5 @@
-"""Code that engine plugins share: which kernel would run a call, and the receipt of which layers run on which kernels."""
+"""Code that the engines' plugins share: finds the kernel of a call, and makes the receipt that tells which layers run on which
+kernels."""
 
 from __future__ import annotations
 
@@ -15,19 +16,19 @@ from tokenspeed_kernel_base.spec import KernelSpec
 
 
 class NotServedError(ValueError):
-    """No kernel of ours supports a layer or a batch; the message says why."""
+    """No kernel of this project supports a layer or a batch; the message says why."""
 
 
 def kernel_for(function: Callable[..., Any], arguments: dict[str, Any]) -> KernelSpec:
-    """Returns the kernel that runs a call inside an engine's step.
+    """Returns the kernel that would run a call inside an engine's step.
 
     Args:
         function: a public operator, with ``explain``.
         arguments: the call's arguments. Values are not read.
 
     Raises:
-        NotServedError: the operator rejects the call, or no kernel is eligible. On a GPU, references and kernels that wait for the
-            device count as not eligible, because engines capture their steps in graphs.
+        NotServedError: the operator rejects the call, or no kernel is eligible. On a GPU, the reference and kernels that wait for
+            the device count as not eligible, because engines capture their steps in CUDA graphs.
     """
     name = getattr(function, "__name__", "")
     try:
@@ -43,7 +44,7 @@ def kernel_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Kerne
 
 
 def plan_for(function: Any, *sizes: int, device: torch.device, **options: Any) -> Any:
-    """Returns the plan of a layer's weights, for a kernel that runs inside an engine's step.
+    """Plans a layer's weights for a kernel that can run inside an engine's step. Returns the plan.
 
     Args:
         function: a public operator with ``plan``, such as `moe_apply`.
@@ -52,7 +53,8 @@ def plan_for(function: Any, *sizes: int, device: torch.device, **options: Any) -
         options: further arguments of ``plan``.
 
     Raises:
-        NotServedError: the operator rejects the arguments, or no kernel is eligible. See `kernel_for` for kernels that wait.
+        NotServedError: the operator rejects the arguments, or no kernel is eligible. As in `kernel_for`, kernels that wait for the
+            device count as not eligible.
     """
     try:
         plan = function.plan(*sizes, device=device, **options)
@@ -66,20 +68,20 @@ def plan_for(function: Any, *sizes: int, device: torch.device, **options: Any) -
 
 
 def _blocks_graphs(spec: KernelSpec, platform: PlatformInfo) -> bool:
-    """Whether a kernel synchronises the host with a GPU, so that no graph can capture it."""
+    """Whether a kernel synchronises the host with a GPU. A CUDA graph cannot capture such a kernel."""
     return not platform.is_cpu and ("waits" in spec.tags or spec.solution == "reference")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of layer of a model, and the kernels that run these layers: one row of a receipt.
+    """One row of a receipt: a kind of layer of a model, and the kernels that run the layers of this kind.
 
     Attributes:
         part: the part of the plugin that handles these layers, such as ``"attention"`` or ``"norms"``.
-        kind: the layers' class, and options of the layers such as the window.
+        kind: the layers' class, and the layers' options, such as the window.
         layers: number of layers of this kind.
-        kernels: the operators, with the kernels that the core selects for one token; empty if the engine's own code runs.
-        reason: the reason why the engine's own code runs; empty if our kernels run.
+        kernels: the layer's operators, each with the kernel that is selected for one token; empty if the engine's own code runs.
+        reason: why the engine's own code runs; empty if this project's kernels run.
     """
 
     part: str
@@ -91,7 +93,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Which layers run on which kernels, and why other layers do not; ``str()`` is a table.
+    """Tells which layers of a model run on which kernels, and why other layers run the engine's own code. ``str()`` makes a table.
 
     Attributes:
         rows: one `Row` for each kind of layer.
@@ -102,7 +104,7 @@ class Receipt:
     engine: str
 
     def served(self, part: str) -> bool:
-        """Returns whether a part of the plugin has layers, and all of these layers run on our kernels."""
+        """Returns True if a part of the plugin has layers, and all of these layers run on this project's kernels."""
         rows = [row for row in self.rows if row.part == part]
         return bool(rows) and all(row.kernels for row in rows)
 

@@ -2,7 +2,7 @@
 
 A `TensorFormat` is a storage dtype, a format name (``"dense"``, ``"mxfp4"``...) and, for scaled formats, the format of the scales
 (`ScaleFormat`). A `FormatSignature` maps an operator's roles (``q``, ``k``, ``weight``) to formats. A kernel declares the
-signatures that it accepts. A request has one signature, and a kernel must have an equal one.
+signatures that it accepts. A request has one signature. A kernel is eligible only if it declares an equal signature.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCALE_LAYOUTS = ("linear", "128x4")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name without the module: ``"bfloat16"`` for ``torch.bfloat16``."""
+    """Returns the dtype's name without the module: ``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -32,12 +32,13 @@ class ScaleFormat:
     """The format of a tensor's scales.
 
     Attributes:
-        storage_dtype: dtype of one scale: float32, float8_e4m3fn, or uint8 for e8m0 exponents (also where the tensor itself is
-            float8_e8m0fnu). int32 packs four such exponents, of four consecutive blocks along k, the first in the lowest byte.
+        storage_dtype: dtype of one scale: float32, float8_e4m3fn, or uint8 for e8m0 exponents (also if the tensor of scales is
+            float8_e8m0fnu). int32 packs the e8m0 exponents of four consecutive blocks along k, the first exponent in the lowest
+            byte.
         granularity: one scale per ``"tensor"``, ``"token"`` (row), ``"channel"`` (column) or ``"block"``.
         block_shape: shape of the block of elements that one scale applies to: ``(1, 32)`` is 32 consecutive elements of the last
             axis.
-        dynamic_block_shape: the kernel reads the block's shape from the tensors; ``block_shape`` is then None.
+        dynamic_block_shape: whether the kernel reads the block's shape from the tensors. If so, ``block_shape`` is None.
         layout: ``"linear"``, or ``"128x4"`` for block scales in the order that `swizzle_scales` produces.
     """
 
@@ -87,8 +88,8 @@ class TensorFormat:
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """Dequantised values. Kernels' results are compared in this form if a difference of one quantisation step is allowed, even if
-    it changes every quantised value of a block.
+    """Dequantised values. If a tolerance allows an error of one quantisation step, kernels' results are compared in this form,
+    because one step of a scale changes every quantised value of its block.
 
     Attributes:
         values: float32.
@@ -101,7 +102,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class FormatSignature:
-    """Formats by role, in the roles' alphabetical order. `format_signature` builds one."""
+    """The format of each role, in the roles' alphabetical order. `format_signature` makes a signature."""
 
     roles: tuple[tuple[str, TensorFormat], ...]
 
@@ -118,8 +119,8 @@ class FormatSignature:
         raise KeyError(f"no role {role!r} in {self}")
 
     def difference(self, other: FormatSignature) -> list[str]:
-        """Roles whose format differs in ``other``, each as a phrase: ``"k: bfloat16 wanted, float16 offered"``. ``other`` holds the
-        wanted formats."""
+        """Returns a phrase for each role whose format differs in ``other``, the wanted signature: ``"k: bfloat16 wanted, float16
+        offered"``."""
         mine, theirs = dict(self.roles), dict(other.roles)
         return [
             f"{role}: {theirs.get(role, 'nothing')} wanted, {mine.get(role, 'nothing')} offered"
@@ -142,7 +143,7 @@ def dense_tensor_format(storage_dtype: torch.dtype) -> TensorFormat:
 
 
 def format_signature(**roles: TensorFormat) -> FormatSignature:
-    """A signature, from a format for each role, given as keywords.
+    """Makes a signature from keywords: each role's name and its format.
 
     >>> import torch
     >>> str(format_signature(q=dense_tensor_format(torch.bfloat16), k=dense_tensor_format(torch.float16)))
@@ -158,7 +159,7 @@ def format_signature(**roles: TensorFormat) -> FormatSignature:
 def format_signatures(
     roles: str | Iterable[str], format: str, storage_dtypes: Iterable[torch.dtype], *, scale: ScaleFormat | None = None
 ) -> frozenset[FormatSignature]:
-    """One signature for each dtype, in which every role has the same format.
+    """Makes one signature for each dtype. Every role of a signature has the same format.
 
     >>> import torch
     >>> len(format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16}))

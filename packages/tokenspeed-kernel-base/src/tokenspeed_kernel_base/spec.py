@@ -18,7 +18,8 @@ from tokenspeed_kernel_base.traits import Constraint, as_constraint, trait_gaps,
 
 
 class Priority(enum.IntEnum):
-    """The quality that a kernel claims; higher is preferred. Values between the named values order kernels of one kind."""
+    """The quality that a kernel claims; selection prefers the higher priority. Integers between the named values order kernels of
+    the same quality."""
 
     REFERENCE = 0
     COMPOSED = 2
@@ -29,7 +30,7 @@ class Priority(enum.IntEnum):
 
 MAX_PRIORITY = 19
 
-# The layout in which weights are created and checked. Every other layout is some kernel's own.
+# The layout in which models' weights are passed to `prepare`. Every other layout belongs to certain kernels.
 CANONICAL = "canonical"
 
 TAGS = {
@@ -55,15 +56,15 @@ class KernelSpec:
         solution: the backend, that is, the toolkit or library that the kernel is made with: ``"triton"``, ``"torch"``...
         capability: requirements of the platform.
         format_signatures: the accepted operand formats; None for all.
-        traits: constraints by trait; `tokenspeed_kernel_base.traits` defines the meaning of silence.
-        universal: silence means support: the kernel accepts every flag, except as ``traits`` restrict. Only kernels made from an
-            operator's body may set this: the operator's reference and, if the body calls other operators, its composed kernel.
+        traits: constraints by trait. `tokenspeed_kernel_base.traits` defines what a trait without a constraint means.
+        universal: whether the kernel accepts every flag and value that ``traits`` do not restrict. Only kernels made from an
+            operator's body may be universal: the operator's reference and, if the body calls other operators, its composed kernel.
         priority: 0 to 19, see `Priority`.
         tags: some of `TAGS`.
         aligned_caches: cache parameters whose rows must start at multiples of 16 bytes; other caches are copied whole at every
             call.
-        only_by_name: why only requests that name the kernel may get it; empty if any request may.
-        accuracy: the kernel's error, which its operator allows, with a bound; `explain` shows this text.
+        only_by_name: why only requests that name the kernel may select it; empty if every request may.
+        accuracy: a bound of the kernel's error, within the error that the operator allows. `explain` shows this text.
         weight_preprocessor: converts weights to this kernel's layout once, when a model is loaded.
         tunables: parameters whose best values are measured, by name, with the values to try. See `register_kernel`.
         tunable_if: returns why a configuration is invalid for a request, or None.
@@ -175,8 +176,8 @@ class KernelSpec:
                 yield dict(zip(self.tunables, values, strict=True))
 
     def undeclared(self, config: Mapping[str, Any]) -> str | None:
-        """Why the kernel does not declare this configuration; None if it does. The empty configuration, which stands for the
-        defaults, is always declared.
+        """Returns in what respect the kernel does not declare a configuration; None if it declares the configuration. The empty
+        configuration, which means the defaults, is always declared.
         """
         if not config:
             return None
@@ -199,7 +200,8 @@ class KernelSpec:
         return hash(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles a copy for another process to read, without the functions in ``tunable_if`` and ``weight_preprocessor``."""
+        """Pickles the declaration without the functions in ``tunable_if`` and ``weight_preprocessor``. Other processes can read the
+        copy, but not run these functions."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields.update(traits=dict(self.traits), tunables=dict(self.tunables), tunable_if=None)
         if not isinstance(self.weight_preprocessor, str):
@@ -225,8 +227,8 @@ class KernelSpec:
         return traits_overlap(self.traits, other.traits, left_universal=self.universal, right_universal=other.universal)
 
     def trait_gaps(self, requested: Mapping[str, Any], only: Iterable[str] | None = None) -> list[str]:
-        """Why the kernel does not support these traits (or only those in ``only``), one phrase per trait; empty if the kernel
-        supports them.
+        """Returns why the kernel does not support the requested traits, one phrase per trait; empty if it supports them. With
+        ``only``, all other traits are ignored.
         """
         if only is None:
             return trait_gaps(self.traits, requested, universal=self.universal)

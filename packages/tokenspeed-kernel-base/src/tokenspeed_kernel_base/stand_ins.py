@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.parameters import HOLD_TENSORS, Parameter
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be read on the host without a device."""
+    """Whether the host can read a tensor's values without waiting for a device."""
     return tensor.device.type == "cpu" and not stands_in(tensor)
 
 
@@ -24,7 +24,8 @@ def stands_in(tensor: torch.Tensor) -> bool:
 
 
 def is_traced(parameters: Sequence[Parameter], arguments: Mapping[str, Any]) -> bool:
-    """Whether the call is traced rather than run: at least one of its tensors is a stand-in, or all of them are meta tensors."""
+    """Whether the call is traced instead of run: at least one of its tensors stands in for a real tensor, or all of them are meta
+    tensors."""
     found = []
     for parameter in parameters:
         value = arguments[parameter.name]

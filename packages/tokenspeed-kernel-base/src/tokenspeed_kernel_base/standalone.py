@@ -6,9 +6,9 @@ In the package's ``__init__.py``::
 
     __getattr__, __dir__ = functions_of(__name__)
 
-Then ``from my_kernels import mha_prefill`` returns the operator's function. The function has the operator's signature, docstring
-and checks, and dispatches only to kernels that ``my_kernels`` declares. The first access to a function discovers the kernels and
-imports PyTorch.
+Then ``from my_kernels import mha_prefill`` imports the package's function for the operator. The function has the operator's
+signature, docstring and checks, and selects only kernels that ``my_kernels`` declares. The first access to a function discovers the
+kernels and imports PyTorch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ OPERATORS = "tokenspeed_kernel_base.ops"
 
 
 def functions_of(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's ``__getattr__`` and ``__dir__``, which expose the operators that its kernels implement."""
+    """Returns a package's ``__getattr__`` and ``__dir__``. They make each operator that the package's kernels implement an
+    attribute."""
 
     @functools.cache
     def operators() -> Mapping[str, Any]:

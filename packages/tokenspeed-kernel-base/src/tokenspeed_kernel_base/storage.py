@@ -1,4 +1,4 @@
-"""Files that several processes share, and that stay intact if a process is killed. Needs only the standard library.
+"""Reads and writes files that several processes share. A killed process damages no file. Needs only the standard library.
 
 Every file is written in one of three ways:
 
@@ -6,9 +6,10 @@ Every file is written in one of three ways:
 * `locked`: work that one process does while others wait, such as changing a file of results, or compiling once.
 * `Database`: a file that many processes add to all the time, such as a capture of calls.
 
-Locks are SQLite's. SQLite's locks work on every system, and the operating system releases them when their process ends. SQLite's
-state in memory must not be used on both sides of a fork. So a connection lives for one operation, and forks wait until no thread is
-inside SQLite. A forked child closes the locks that it inherits; its parent still holds them.
+The locks are locks of SQLite databases. These locks work on every system, and the operating system releases them when their process
+ends. SQLite's state in memory must not be used on both sides of a fork. So a connection exists for one operation only, and a fork
+waits until no thread is inside SQLite. A forked child closes the connections of locks that it inherits. The parent still holds
+these locks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import sqlite3
 
-# How long to wait for a database's lock, and between attempts. Writers hold a database for milliseconds.
+# Time limit for acquiring a database's lock, and time between two attempts. Writers hold a lock for milliseconds.
 _PATIENCE_S = 10.0
 _POLL_S = 0.01
 _PART = ".part"
@@ -54,8 +55,8 @@ class DamagedFileError(OSError):
 
 
 def part_of(path: Path) -> Path:
-    """The name of a temporary file beside ``path``, unique to this thread, with which `replace_file` replaces ``path``. `locked`
-    removes temporary files of killed writers.
+    """Returns the path of a temporary file beside ``path``, unique to this thread. `replace_file` writes this file and renames it
+    to ``path``. `locked` removes temporary files of killed writers.
     """
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{_PART}")
 
@@ -64,7 +65,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a file atomically: readers find either the old content or the new content.
 
     Raises:
-        OSError: the file cannot be written. The file is unchanged.
+        OSError: the file cannot be written. The old content is unchanged.
     """
     part = part_of(path)
     try:
@@ -78,11 +79,11 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def set_aside(path: Path, problem: str) -> None:
-    """Renames a damaged file to ``<name>.corrupt``, for inspection and to make room for a new file, and warns.
+    """Renames a damaged file to ``<name>.corrupt``, so that it can be inspected and a new file can take its place. Warns.
 
     Args:
         path: the file.
-        problem: the problem, in words; names the file.
+        problem: text of the warning; it names the file.
     """
     try:
         kept = f"kept as {path.replace(path.with_name(path.name + '.corrupt'))}"
@@ -96,7 +97,7 @@ def set_aside(path: Path, problem: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Holds the lock of a file against other threads and processes, and removes temporary files of killed writers.
+    """Holds a file's lock inside the block: no other thread or process can acquire it. Removes temporary files of killed writers.
 
     Args:
         path: the file; need not exist. The lock is ``<name>.lock`` beside it. A missing folder is created.
@@ -122,8 +123,9 @@ def locked(path: Path, patience_s: float = _PATIENCE_S) -> Iterator[None]:
 
 
 def _sqlite() -> Any:
-    """The module ``sqlite3``, imported on demand: the import takes time, and some builds of Python lack it. The first call must
-    hold `_inside`: a child that is forked while another thread imports a module can never import that module."""
+    """The module ``sqlite3``, imported on demand: the import takes time, and some builds of Python lack it. The caller of the first
+    call must hold `_inside`, which delays forks: a child that is forked while another thread imports a module can never import that
+    module."""
     try:
         import sqlite3
     except ImportError:
@@ -164,7 +166,7 @@ def _begun(path: Path, setting: str) -> sqlite3.Connection:
 
 def _after_fork_in_child() -> None:
     _inside.release()
-    for connection in _held:  # closing changes no file, because nothing was written; the parent process keeps its locks
+    for connection in _held:  # changes no file, because nothing was written; the parent process keeps its locks
         connection.close()
     _held.clear()
 
@@ -177,7 +179,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Rows:
-    """The rows of a database inside a block that changes them. Keys are text, values are JSON values."""
+    """The rows of a database, inside a `Database.changing` block. Keys are text, values are JSON values."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -192,15 +194,16 @@ class Rows:
 
 
 class Database:
-    """Values by key in one SQLite file, which any number of processes read and change.
+    """A table of values by key in one SQLite file. Any number of processes can read and change it.
 
-    A change is made whole or not at all, even if the process is killed. SQLite keeps a rollback journal instead of a write-ahead
-    log. A write-ahead log would be a second file to copy, would require write access to the folder for readers, and does not work
-    on network file systems.
+    A `changing` block takes effect completely or not at all, even if the process is killed. SQLite keeps a rollback journal instead
+    of a write-ahead log. A write-ahead log would be a second file to copy, would require write access to the folder for readers,
+    and does not work on network file systems.
 
     Args:
         path: the file; need not exist.
-        content: four ASCII letters that name the content; with ``version`` they identify the file.
+        content: four ASCII letters that name the content. The file stores ``content`` and ``version``, and both are checked when it
+            is opened.
         version: version of the row format, 1 or more.
     """
 
@@ -230,9 +233,11 @@ class Database:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Rows]:
-        """Yields the rows, while holding the database's write lock. Creates file and folder if they are missing.
+        """Holds the database's write lock inside the block, and yields the rows. Creates the file and its folder if they are
+        missing.
 
-        Nothing changes if the block or this function raises. Keep the block short, because forks of this process wait for its end.
+        Nothing changes if the block or this function raises an error. Keep the block short: a fork of this process waits until the
+        block ends.
 
         Raises:
             DamagedFileError: the file is another kind of database, or has another version.
@@ -270,7 +275,7 @@ class Database:
 
 
 def _as_oserror(path: Path, error: sqlite3.DatabaseError) -> OSError:
-    """The OSError that corresponds to a SQLite error, with a message that needs no knowledge of SQLite."""
+    """Converts a SQLite error to an OSError whose message can be understood without knowledge of SQLite."""
     if "is locked" in str(error):
         return TimeoutError(f"another process holds {path}")
     if type(error) is _sqlite().DatabaseError:  # the file is no database or is damaged; all other errors have subclasses

@@ -4,10 +4,10 @@ A trait is one fact of a request other than a tensor format: ``head_dim=64``, ``
 plain value or a set means "one of these"; `at_least`, `at_most`, `between`, `multiple_of` and the builtin ``any`` express the rest.
 Constraints combine with ``&``: ``at_most(256) & multiple_of(16)``.
 
-**Silence.** Flags and values differ. A kernel that is silent about a flag (a trait whose value is True or False) does not have that
-feature: it is rejected if the request sets the flag, and eligible if the flag is clear. A kernel that is silent about a valued
-trait does not depend on it. A request without a value for a trait is indifferent to that trait (the page size of a call without a
-cache, say). Such a request is rejected only by kernels that require the trait to be True.
+**Silence.** Flags and values differ. A kernel that does not constrain a flag (a trait whose value is True or False) does not have
+the flag's feature: the kernel is rejected if the request sets the flag, and eligible if the flag is False. A kernel that does not
+constrain a trait with other values accepts all of these values. A request may have no value for a trait (the page size of a call
+without a cache, say). Such a request is rejected only by kernels that require the trait to be True.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ tuple of the allowed names."""
 @dataclass(frozen=True)
 class Constraint:
     """The values that a kernel accepts for one trait. A value must be in ``values`` (None: no list), within the bounds, and
-    divisible.
+    divisible by ``divisor``.
 
-    Bounds and divisor apply to numbers other than bool; all other values fail these tests.
+    Bounds and divisor apply to numbers. Other values, bool included, fail these tests.
     """
 
     values: frozenset[Any] | None = None
@@ -129,8 +129,8 @@ def multiple_of(divisor: int) -> Constraint:
 
 
 def as_constraint(value: Any) -> Constraint:
-    """A constraint from a kernel author's notation: a `Constraint`, the builtin ``any``, a set, list or tuple of values, or one
-    value.
+    """Converts what a kernel declares for a trait to a constraint: a `Constraint`, the builtin ``any``, a set, list or tuple of
+    values, or one value.
     """
     if isinstance(value, Constraint):
         return value
@@ -143,8 +143,8 @@ def as_constraint(value: Any) -> Constraint:
 
 
 def impossible_values(constraint: Constraint, kind: TraitKind) -> list[Any]:
-    """The parts of a constraint that no value of this kind satisfies: members of its list, or the whole constraint. The latter is
-    the case for a range if the kind is no number. Empty if the constraint fits the kind.
+    """Returns the parts of a constraint that no value of this kind satisfies: members of its list of values; or the whole
+    constraint, if it has bounds or a divisor and the kind has no numbers. Empty if the constraint fits the kind.
 
     >>> impossible_values(one_of(64, "64"), int), impossible_values(at_most(8), bool)
     (['64'], [Constraint(values=None, low=None, high=8, divisor=None)])
@@ -177,9 +177,10 @@ def _is_a(value: Any, kind: TraitKind) -> bool:
 
 
 def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any], *, universal: bool = False) -> list[str]:
-    """Why a kernel with these constraints does not support the requested traits, one phrase per trait; empty if it supports them.
+    """Returns why a kernel with these constraints does not support the requested traits, one phrase per trait; empty if it supports
+    them.
 
-    ``universal``: the kernel's silence means support.
+    ``universal``: the kernel supports flags that it does not constrain.
     """
     gaps = []
     for name, value in requested.items():
@@ -190,7 +191,7 @@ def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any],
         elif not constraint.accepts(value):
             gaps.append(f"{name}={value} is not {constraint}")
     for name, constraint in declared.items():
-        # A kernel that exists only for a feature is not eligible for requests that do not mention the feature.
+        # A kernel that requires a flag to be True is not eligible for a request without this flag.
         if name not in requested and constraint.only_true():
             gaps.append(f"needs {name}=True, which the request does not state")
     return gaps
@@ -199,11 +200,12 @@ def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any],
 def traits_overlap(
     left: Mapping[str, Constraint], right: Mapping[str, Constraint], *, left_universal: bool = False, right_universal: bool = False
 ) -> bool:
-    """Whether some request could satisfy both sets of constraints."""
+    """Whether some request could satisfy the constraints of both kernels."""
     for name in left.keys() | right.keys():
         a, b = left.get(name), right.get(name)
         if a is None or b is None:
-            # A silent kernel accepts a clear flag and any value. Silence conflicts only with a constraint that accepts True alone.
+            # The kernel without a constraint accepts False and every value that is no flag. So it conflicts only with a constraint
+            # that accepts True alone.
             said, silent_universal = (a, right_universal) if a is not None else (b, left_universal)
             if said is not None and ((said.only_true() and not silent_universal) or not said.satisfiable()):
                 return False

@@ -1,8 +1,8 @@
 """A cache manager for Triton that looks for compiled kernels in packs, and applies the compile policy.
 
-Triton asks its cache manager for a kernel's files, and compiles the kernel if there are none. The class of the manager is a public
-setting of Triton. The class of this module looks into the packs first, then delegates to the manager that was set before. It
-announces each compilation of this project's kernels to `compilation`.
+Triton asks its cache manager for a kernel's files, and compiles the kernel if there are none. The manager's class is a public
+setting of Triton. This module's class, `PolicyCache`, looks into the packs first, then calls the manager of the class that was set
+before. `PolicyCache` announces each compilation of this project's kernels to `compilation`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
 
     Args:
         key: hash of all inputs of the compilation.
-        override, dump: use Triton's folder for overriding or for dumping kernels instead of the cache.
+        override, dump: whether to use Triton's folder of overriding kernels, or of dumped kernels, instead of the cache.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -40,7 +40,8 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
 
     @functools.cached_property
     def _cache(self) -> Any:
-        """The manager that was set before, made on first use: it creates a folder, which fails on a read-only file system."""
+        """A manager of the class that was set before. It is made on first use, because it creates a folder, which fails on a
+        read-only file system."""
         return _delegate(self._key, **self._debugging)
 
     def get_file(self, filename: str) -> str | None:

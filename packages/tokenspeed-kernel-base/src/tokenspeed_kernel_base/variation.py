@@ -1,6 +1,6 @@
-"""The argument of an operator's ``vary`` hook, which returns the arguments of a call with other values.
+"""The argument of an operator's ``vary`` hook. The hook returns other values for arguments of a call.
 
-Conformance checks, graph replays and captured calls need calls that no case provides. Only the operator knows which values are
+Conformance checks, graph replays and captured calls need values that no case provides. Only the operator knows which values are
 consistent (a page table and a cache, lengths and their running sums). So the operator makes such values, in one hook::
 
     @store.vary
@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.cases import Draw
 
 
 class Want(enum.Enum):
-    """Why the hook is asked for other arguments."""
+    """The purpose of the values that the hook returns."""
 
     OTHER = "other"
     """Valid values that differ from the call's, in tensors of the same shapes and for the same options: shorter sequences, other
@@ -33,21 +33,21 @@ class Want(enum.Enum):
     """
 
     UNUSED = "unused"
-    """Other values wherever a value must not matter: NaN in padding and in slots without a token, other page table entries past the
-    end of each sequence. The result must not change."""
+    """Other values in elements that kernels must not use: NaN in padding and in slots without a token, other page table entries
+    past the end of each sequence. The result must not change."""
 
     CAPTURED = "captured"
-    """Values for a call with a known description and unknown values. The call's tensors are on the meta device: they have shapes
-    and dtypes, but no values. The hook returns tensors whose values have a meaning (lengths, indices, tables). Omitted float
-    tensors are drawn at random."""
+    """Values for a captured call, of which only the description is known. The call's tensors are on the meta device: they have
+    shapes and dtypes, but no values. The hook returns values of the tensors whose values have a meaning (lengths, indices, tables).
+    Float tensors that the hook omits get random values."""
 
 
 class Variation(NamedTuple):
     """A request to the ``vary`` hook for arguments with other values.
 
     Attributes:
-        want: the purpose of the arguments.
-        draw: draws random values on the target device.
+        want: the purpose of the values.
+        draw: makes random tensors on the target device.
         work: for `Want.CAPTURED`, the values that the operator's ``work`` hook read in the call. Empty if the hook was never run
             (in a CUDA graph, say).
     """
@@ -57,8 +57,8 @@ class Variation(NamedTuple):
     work: Mapping[str, Sequence[int]] = MappingProxyType({})
 
     def values(self, name: str, count: int, default: int) -> list[int]:
-        """``count`` of the values that the ``work`` hook returned for ``name``. If it returned fewer values, these are repeated; if
-        it returned none, ``default`` is repeated.
+        """Returns the first ``count`` values that the ``work`` hook returned for ``name``. Fewer values are repeated cyclically; if
+        there are none, ``default`` is repeated.
         """
         found = self.work.get(name) or [default]
         return [found[i % len(found)] for i in range(count)]

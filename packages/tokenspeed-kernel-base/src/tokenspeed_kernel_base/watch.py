@@ -1,7 +1,7 @@
-"""Watchers of calls: profilers, captures, and everything else that needs to see each call.
+"""Watchers of calls: profilers, captures, and all other code that must be told of each call.
 
-Watching costs nothing while there is no watcher. A watcher causes every call to be decided afresh (see
-`tokenspeed_kernel_base.memo`), and the decision shows the call to the watcher.
+Watching costs nothing while there is no watcher. While there is a watcher, every call is decided again (see
+`tokenspeed_kernel_base.memo`), and the deciding code passes the call to the watcher.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ _lock = threading.Lock()
 
 
 def start(watcher: Watcher) -> None:
-    """Activates a watcher: it sees every call from now on. The watcher that was started last is the outermost."""
+    """Activates a watcher: it receives every call from now on. Watchers wrap a call one around the other; the watcher that was
+    started last is the outermost."""
     global _watchers
     with _lock:
         _watchers = (*_watchers, watcher)
@@ -90,13 +91,15 @@ def stop(watcher: Watcher) -> None:
 
 @contextlib.contextmanager
 def watch_calls(watcher: Watcher) -> Iterator[None]:
-    """Activates a watcher inside the block. It sees every operator call of any thread, including calls by composed operators.
+    """Activates a watcher inside the block. The watcher receives the operator calls of all threads, including calls that composed
+    operators make.
 
     Args:
         watcher: ``watcher(call, run)`` receives a `Call` and the function that runs it. The watcher returns the function to run
             instead, or ``run`` itself.
 
-    Meanwhile calls take longer, because a kernel is selected anew for each call. The replay of a CUDA graph is not seen.
+    Calls inside the block take longer, because a kernel is selected for each call again. The watcher does not receive calls that a
+    CUDA graph replays.
     """
     start(watcher)
     try:
@@ -111,7 +114,7 @@ def watching() -> bool:
 
 
 def watched(call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, wrapped by every active watcher, for one call."""
+    """Returns ``run``, wrapped by every active watcher, for one call."""
     for watcher in _watchers:
         run = watcher(call, run)
     return run

@@ -1,11 +1,11 @@
-"""Scratch memory of kernels that outlives their launches: partial results, and counters of work that has begun or finished.
+"""Scratch memory of kernels, kept between launches: partial results, and counters of work that has begun or finished.
 
-Counters are zero before a launch, and the launch leaves them zero. Launches that may run concurrently must not share memory. So
+Counters are zero before a launch, and the kernel restores the zeros. Launches that may run concurrently must not share memory. So
 each stream of a device has its own workspace, kept from call to call.
 
-A captured launch gets counters that are never reused, because its graph may be replayed on any stream. These counters come from an
-arena that is zeroed by calls outside of captures. So a graph need not zero its counters. Partial results of a captured launch lie
-in the graph's own memory.
+A captured launch gets counters of its own, because its graph may be replayed on any stream. These counters come from an arena that
+calls outside of captures allocate and zero. So the graph need not zero them. Partial results of a captured launch are in the
+graph's own memory.
 
 ::
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# PyTorch's C function itself: a Python wrapper would take longer than the query. Builds without CUDA lack this function.
+# PyTorch's C function, because a Python wrapper would take longer than the query. Builds without CUDA lack the function.
 _CAPTURING: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
 # Number of counters in an arena: enough for about 1000 captured decode launches on a device of 132 SMs.
@@ -30,13 +30,14 @@ ARENA = 1 << 18
 
 
 class Workspace:
-    """Scratch memory for launches. Keep a reference until the launch was made.
+    """Scratch memory for launches. Keep a reference until the launch is queued.
 
     Attributes:
         memory: uint8, with any values; aligned like allocations of PyTorch, to 512 bytes on a GPU.
         counters: int32, zero except while a kernel runs.
         nbytes, count: size of ``memory`` in bytes, and number of counters.
-        memory_at, counters_at: addresses, stored because ``data_ptr()`` would take time at each launch.
+        memory_at, counters_at: addresses of ``memory`` and ``counters``, stored because ``data_ptr()`` would take time at each
+            launch.
     """
 
     __slots__ = ("count", "counters", "counters_at", "memory", "memory_at", "nbytes")
@@ -64,7 +65,7 @@ class Keeper:
 
     Args:
         arena: number of counters in each arena for captured launches.
-        capturing: whether the current stream is being captured into a graph.
+        capturing: returns whether the current stream is being captured into a graph.
         device_of: returns PyTorch's device for a device index.
         wait: waits for the work queued on a device's current stream.
     """
@@ -84,11 +85,11 @@ class Keeper:
         self._of_stream: dict[tuple[int, int], Workspace] = {}
         self._standing: dict[int, dict[int, list[Tensor]]] = {}
         self._arenas: dict[int, list[Tensor]] = {}  # the unused part of each arena
-        self._low: set[int] = set()  # devices whose arena is nearly used up
+        self._low: set[int] = set()  # devices whose next call outside a capture allocates another arena
         self._outgrown: list[Workspace] = []  # memory that a graph or a running kernel may still use
 
     def get(self, device: int, stream: int, nbytes: int, count: int) -> Workspace:
-        """A workspace for one launch on the current stream.
+        """Returns a workspace for one launch on the current stream.
 
         Args:
             device: PyTorch's device index; -1 for the CPU.
@@ -105,15 +106,15 @@ class Keeper:
         return found
 
     def standing(self, device: int, stream: int, nbytes: int) -> Tensor:
-        """Returns a uint8 buffer of at least ``nbytes`` bytes that was zeroed at allocation. It is for kernels that need one
-        contiguous buffer, rely on zeros in it, and restore these zeros themselves.
+        """Returns a uint8 buffer of at least ``nbytes`` bytes that was zeroed at allocation. The buffer is for kernels that need
+        one contiguous buffer, rely on zeros in it, and restore these zeros themselves.
 
-        Calls on a stream use the stream's own buffer. Captured launches use the buffer of the stream that called first on the
-        device, because zeroing another buffer would be part of every replay. So no two graphs with such launches may run
-        concurrently on a device. Such a graph must not run beside calls on that stream either.
+        Each stream has its own buffer. Captured launches use the buffer of the stream that made the first call on the device,
+        because every replay would zero a buffer that the graph allocates. So no two graphs with such launches may run concurrently
+        on a device. Such a graph must also not run concurrently with calls on that first stream.
 
         Raises:
-            RuntimeError: a graph is being captured, and the stream that called first on the device has no buffer of this size yet.
+            RuntimeError: a graph is being captured, and the stream of the device's first call has no buffer of this size yet.
         """
         kept = self._standing.get(device, {})
         if stream and self._capturing():
@@ -133,7 +134,7 @@ class Keeper:
         return made
 
     def _captured(self, device: int, nbytes: int, count: int) -> Workspace:
-        # Allocated in the graph's own memory, like all allocations during capture.
+        # PyTorch allocates this tensor in the graph's own memory, as it does all tensors during a capture.
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device_of(device))
         with self._lock:
             counters = None
@@ -144,7 +145,7 @@ class Keeper:
                     break
             if counters is None or arenas[-1].shape[0] < self._arena // 2:
                 self._low.add(device)
-        if counters is None:  # no arena yet, or too few counters left in it: each replay zeroes its own counters
+        if counters is None:  # no arena has enough counters left: these counters are zeroed by each replay
             counters = torch.zeros(count, dtype=torch.int32, device=self._device_of(device))
             self._outgrown.append(Workspace(memory[:0], counters))
         return Workspace(memory, counters)

@@ -1,4 +1,5 @@
-"""mm and bmm in every format against float64; format detection, errors, outputs, torch.compile, and PyTorch's kernels."""
+"""Tests mm and bmm: results in every format against float64, format detection, errors, outputs, torch.compile, and PyTorch's
+kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def _values(role: str, operand: torch.Tensor, scale: torch.Tensor | None) -> tor
             scale = scale.contiguous()[..., None].view(torch.uint8).flatten(-2)[..., : -(-wide.shape[-1] // 128)]
         factor = 2.0 ** (scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
         rows, columns = torch.arange(wide.shape[-2])[:, None], torch.arange(wide.shape[-1])
-        # k is now the last axis of both; lines of a are tokens, lines of b are channels.
+        # k is the last axis here. The other axis is that of tokens for a, and that of channels for b.
         if tiles:
             at = columns // (16 if scale.dtype == E4M3 else 32)
             factor = factor[..., rows // 128, at // 4, rows % 32, rows % 128 // 32, at % 4]
@@ -69,7 +70,8 @@ def _check_gemm(got: torch.Tensor, arguments: dict[str, Any]) -> None:
         exact = exact + arguments["residual"].double()
         rounded = rounded + exact.abs()
     sums = UNIT[F64 if arguments["a"].dtype == F64 else F32]
-    # The GEMM result is rounded once. Each term has the rounding of two dequantised operands, and k terms are accumulated.
+    # The bound allows one rounding of the GEMM result, the rounding of each term's two dequantised operands, and the accumulation
+    # of k terms.
     bound = UNIT[got.dtype] * rounded * 1.01 + sums * (3 + math.sqrt(a.shape[-1]) * 2) * terms + 1e-30
     assert ((got.double() - exact).abs() <= bound).all()
 
@@ -166,7 +168,7 @@ def test_k_zero_gives_the_bias() -> None:
 
 
 def test_bias_is_added_before_rounding() -> None:
-    # 256 + 1 is not a bfloat16, 256 + 1 + 1 is.
+    # bfloat16 represents 258 but not 257, so rounding before the bias is added would give another result.
     a, b = torch.tensor([[256.0, 1.0]], dtype=BF16), torch.ones(2, 1, dtype=BF16)
     for bias in (torch.ones(1, dtype=BF16), torch.ones(1)):
         assert tk.mm(a, b, bias=bias).item() == 258.0
@@ -206,8 +208,8 @@ def test_pytorchs_dense_gemms_and_their_limits() -> None:
 @pytest.mark.parametrize("k", [33, 70, 80, 96])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_cpu_gemms_do_not_read_beyond_a_row(dtype: torch.dtype, k: int) -> None:
-    """A CPU GEMM reads neither the gaps between rows nor the next row. PyTorch's AMX kernels multiply these by zero if k is not
-    a multiple of 32, so NaN and infinity would spread."""
+    """NaN in gaps between rows, and infinity in another row, must not change a row's result. If k is not a multiple of 32,
+    PyTorch's AMX kernels read beyond a row and multiply these elements by zero, which gives NaN."""
     held = torch.full((17, k + 26), math.nan, dtype=dtype)
     a, b = held[:, :k].fill_(1.0), torch.ones(k, 200, dtype=dtype)
     assert (tk.mm(a, b) == k).all()
@@ -366,7 +368,8 @@ def test_padding_of_tiles_and_packed_scales_does_not_matter() -> None:
 
 @pytest.mark.parametrize(("rows", "stated"), [(0, 0), (1, 1), (3, 4), (16, 16), (17, 32), (1000, 1024)])
 def test_rows_are_a_trait_in_powers_of_two(rows: int, stated: int) -> None:
-    """The trait lets a kernel require few rows, and lets a measured result apply to a whole bucket of sizes."""
+    """A kernel may be limited to few rows by the trait ``m``. The trait must have the bucket's number of rows instead of the
+    call's, so that a measured result applies to the whole bucket."""
     request = _signature(tk.mm, a=torch.ones(rows, 8), b=torch.ones(8, 3))
     assert request.traits["m"] == stated == request.buckets["m"]
 

@@ -1,4 +1,5 @@
-"""PyTorch's scaled fp8 GEMM: the eligible calls, the arguments that the GEMM gets, and on a GPU its results."""
+"""Tests the kernel that calls PyTorch's scaled fp8 GEMM: the eligible calls, the arguments that PyTorch gets, and on a GPU the
+results."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ PAIRS = {
     "a tensor and columns": {"a_scale": "tensor", "b_scale": "channel"},
     "blocks": {"a_scale": "block", "b_scale": "block"},
 }
-# Limits of the error relative to a result's norm. Rounding an element to bfloat16 causes an error of at most 3.9e-3. The tensor
-# core accumulates with 14 bits.
+# Limits of the norm of the error, relative to the norm of the result. Rounding to bfloat16 causes a relative error of at most
+# 3.9e-3. The tensor core accumulates with 14 bits.
 TOLERANCE = {BF16: 4.5e-3, F16: 2e-3, SINGLE: 2e-3}
 
 
@@ -123,7 +124,7 @@ def test_a_pytorch_for_an_older_cuda_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def _as_checked(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-    """A stand-in for PyTorch's function, with its checks: block scales are column-major, for a multiple of 4 rows."""
+    """A stand-in for ``torch._scaled_mm`` with PyTorch's checks: block scales are column-major, for a multiple of 4 rows."""
     (m, k), n, out = a.shape, b.shape[1], options["out"]
     assert not options["use_fast_accum"]
     assert a.stride(1) == b.stride(0) == 1
@@ -161,7 +162,8 @@ def check(arguments: dict[str, Any]) -> Tensor:
 
 @pytest.fixture(params=["checked", pytest.param("gpu", marks=pytest.mark.nvidia)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A GPU that supports scaled fp8 GEMMs, or a CPU and a stand-in for PyTorch's function with the same checks."""
+    """Returns ``"cuda"`` if the GPU supports scaled fp8 GEMMs; or ``"cpu"``, and replaces PyTorch's function by a stand-in with the
+    same checks."""
     if request.param == "checked":
         monkeypatch.setattr(torch, "_scaled_mm", _as_checked)
         return "cpu"
@@ -190,8 +192,8 @@ def test_e5m2(device: str, pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -
 
 @pytest.mark.parametrize("pair", ["rows", "blocks"])
 def test_other_strides_and_alignments(device: str, pair: str) -> None:
-    """Operands are contiguous along the other axis, or have rows with gaps or unaligned addresses. Scales are strided, and the
-    result has gaps."""
+    """Tests operands that are contiguous along the other axis, or whose rows have gaps or unaligned addresses; strided scales; and
+    results with gaps between rows."""
     arguments = arguments_of(pair, 133, 512, 384, device)
     a, b, scales = arguments["a"], arguments["b"], {name: arguments[name] for name in ("a_scale", "b_scale")}
     out = torch.full((133, 400), torch.nan, dtype=BF16, device=device)

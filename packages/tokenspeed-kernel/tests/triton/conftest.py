@@ -1,7 +1,7 @@
-"""Tests of device code by itself, on a GPU or in Triton's interpreter.
+"""The tests in this folder run Triton kernels, on a GPU or in Triton's interpreter.
 
-Without either, modules are skipped before they import device code. On a GPU each test has the vendor's marker: ``-m nvidia`` runs
-these tests on an NVIDIA GPU, and ``-m "not nvidia"`` skips them.
+On machines with neither, modules are skipped before they import device code. On a GPU each test has the vendor's marker: ``-m
+nvidia`` runs these tests on an NVIDIA GPU, and ``-m "not nvidia"`` skips them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class _Skipped(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     if "triton" in PLATFORM.features:
-        return None  # a module without device code
+        return None  # pytest collects the module as usual
     return _Skipped.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Applies to the items of the whole session."""
+    """pytest calls this function with the items of the whole session, so items of other folders are left alone."""
     here = Path(__file__).parent
     for item in items:
         if ON_GPU and here in item.path.parents:

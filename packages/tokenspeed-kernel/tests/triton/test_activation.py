@@ -1,4 +1,4 @@
-"""Activation kernels beyond the shared cases: non-finite and huge values, strides."""
+"""Tests the activation kernels beyond the shared cases: non-finite and huge values, strides."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_gelu_of_nonfinite_and_extreme_values(dtype: torch.dtype, approximate: s
     pairs = torch.tensor(list(itertools.product(ODD_VALUES, ODD_VALUES)), dtype=dtype, device=DEVICE)
     halves = torch.cat((pairs[:, 0], pairs[:, 1]))
     got, expected = (gelu_and_mul(halves, approximate, solution=solution) for solution in ("triton", "reference"))
-    # The absolute error of the exponential's argument, which is about 30 for a gate of -7, becomes the exponential's relative
-    # error.
+    # The argument of the exponential is about 30 for a gate of -7. Its absolute error becomes the relative error of the
+    # exponential.
     torch.testing.assert_close(got, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5, equal_nan=True)
 
 

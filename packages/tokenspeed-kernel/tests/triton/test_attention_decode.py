@@ -1,4 +1,4 @@
-"""Paged decode by the Triton kernels: split-KV, layouts and formats beyond the operator's cases."""
+"""Tests the Triton kernels for paged decode beyond the operator's cases: split-KV, layouts and formats."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _agrees(arguments: dict[str, Any], bound: float = 5e-3) -> None:
 
 @pytest.fixture
 def small_work_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes work items of few keys, and makes kernels load 16 lengths at a time."""
+    """Configures the kernel such that work items have few keys, and sequence lengths are loaded 16 at a time."""
     choose = kernel._config
     small = {"block_n": 16, "least": 16, "long": 16, "whole": 16, "resident": 1, "waves": 1}
     monkeypatch.setattr(kernel, "_config", lambda *args: choose(*args)._replace(**small))
@@ -64,7 +64,7 @@ def test_lengths_are_loaded_in_chunks() -> None:
 @pytest.mark.usefixtures("small_work_items")
 @pytest.mark.parametrize("options", [{"sinks": True}, {"max_seqlen_q": 2, "window_left": 50}], ids=["sinks", "window"])
 def test_one_program_merges_the_splits_of_all_heads(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel uses this merge for many sequences. The test makes it use the merge for few sequences."""
+    """The kernel merges the splits of all heads in one CTA if there are many sequences. Here it must do so for few sequences."""
     monkeypatch.setattr(_split_kv, "_FEW", 0)
     _agrees(_draw([100, 0, 15, 61], None, 12, 4, 16, 24, dtype=torch.float32, return_lse=True, **options), 1e-5)
 
@@ -110,7 +110,7 @@ def test_queries_beyond_float16_meet_an_fp8_cache(size: float) -> None:
 
 
 def test_every_e4m3_number() -> None:
-    """Each token attends to one key, so the outputs are the cache's values."""
+    """The values in the cache are all e4m3 numbers. Each token attends to one key, so the outputs must equal these values."""
     every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(E4M3)
     cache = every.view(16, 1, 1, 16)
     arguments = {
@@ -135,7 +135,7 @@ def test_strides() -> None:
 
 
 def _strided(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same values in other layouts: heads before tokens, odd strides, no unit stride."""
+    """Returns the arguments with equal values in other layouts: heads before tokens, odd strides, no unit stride."""
 
     def apart(x: Tensor) -> Tensor:
         wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), torch.nan, dtype=x.dtype, device=DEVICE)

@@ -1,4 +1,5 @@
-"""Mixed batches by the Triton kernels: the split into decode and extend; neither kernel touches the other's sequences."""
+"""Tests the Triton kernels for mixed batches. The decode kernel and the extend kernel split the batch, and neither may write to the
+other's sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.ops.attention._inputs import paged
 
 DEVICE = default_device()
-# Sequences that decode, verify two drafts, extend, prefill, or have nothing new; in no order.
+# Sequences that decode, verify two drafts, extend, prefill, or have no new token, in no order.
 KV_LENS, Q_LENS = [97, 30, 1, 60, 16, 0, 33, 150], [1, 30, 1, 2, 0, 0, 9, 1]
 
 
@@ -36,7 +37,7 @@ def _agrees(arguments: dict[str, Any], bound: float = 5e-3) -> None:
 
 @pytest.fixture
 def small_work_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes decode work items of few keys, and makes kernels load 16 lengths at a time."""
+    """Configures the decode kernel such that work items have few keys, and sequence lengths are loaded 16 at a time."""
     choose = decode._config
     small = {"block_n": 16, "least": 16, "long": 16, "whole": 16, "resident": 1, "waves": 1}
     monkeypatch.setattr(decode, "_config", lambda *args: choose(*args)._replace(**small))
@@ -69,7 +70,7 @@ def test_any_mixture(lengths: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("kv_lens", [[9], [9, 0], []], ids=["one sequence", "two", "none"])
 def test_padding_alone(kv_lens: list[int]) -> None:
-    """A padded batch in which no sequence has a new token: no row is written."""
+    """In a padded batch in which no sequence has a new token, no row of the output may be written."""
     arguments = _draw(kv_lens, [0] * len(kv_lens), 8, 2, 32)
     q = torch.randn(5, 8, 32, dtype=arguments["q"].dtype, device=DEVICE)
     out = torch.full_like(q, 7.0)
@@ -87,7 +88,7 @@ def test_windows(window_left: int) -> None:
     [
         (-1, Q_LENS, ["tiles", "newest"]),
         (-1, [1, 2, 1, 1, 0, 0, 2, 1], ["newest"]),  # all sequences decode
-        (127, Q_LENS, ["tiles"]),  # few keys, nothing to split
+        (127, Q_LENS, ["tiles"]),  # few keys in each window, so split-KV is not used
         (1000, Q_LENS, ["tiles", "newest"]),
     ],
 )
@@ -103,7 +104,7 @@ def test_which_kernels_are_launched(
 
 @pytest.mark.usefixtures("small_work_items")
 def test_outputs_elsewhere_stay_as_they_are() -> None:
-    """The output is a part of a larger buffer whose rows have more heads. The rest of the buffer must not change."""
+    """The output is a view of a larger buffer that has more rows and heads. The rest of the buffer must not change."""
     arguments = _draw(KV_LENS, Q_LENS, 8, 1, 16, dtype=torch.float32)
     wanted = tk.mha_with_kvcache(**arguments, solution="reference")
     padded = torch.full((wanted.shape[0] + 5, 9, 16), 7.0, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Prefill and extend by the Triton kernels: tiles, layouts and head dims beyond the operators' cases."""
+"""Tests the Triton kernels for prefill and extend beyond the operators' cases: tiles, layouts and head dims."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _agrees(operator: Any, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("tiles", SMALL_TILES, ids=lambda tiles: f"{tiles.edges}-{tiles.descriptors}")
 @pytest.mark.parametrize("options", [{}, {"window_left": 21}, {"window_left": 70, "sinks": True, "logit_cap": 3.0}], ids=str)
 def test_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Any, options: dict[str, Any]) -> None:
-    """Sequences have many blocks, and end at arbitrary positions."""
+    """With small tiles, sequences have many blocks, and end at arbitrary positions in a block."""
     monkeypatch.setattr(prefill, "choose", lambda *args: tiles)
     monkeypatch.setattr(extend, "choose", lambda *args: tiles)
     options = {"dtype": torch.float16, "return_lse": True, **options}
@@ -151,7 +151,7 @@ def test_sequences_keep_to_themselves(window_left: int) -> None:
 
 
 def _strided(x: Tensor) -> Tensor:
-    """Returns the same values in a larger tensor with another axis order."""
+    """Returns a view with equal values into a larger tensor with another order of axes."""
     order = [x.dim() - 2, *(i for i in range(x.dim()) if i != x.dim() - 2)]
     room = torch.full([size + 3 for size in x.permute(order).shape], 7, device=x.device).to(x.dtype)
     view = room[tuple(slice(1, 1 + size) for size in x.permute(order).shape)]

@@ -1,5 +1,5 @@
-"""Fused kernels of composed operators beyond the shared cases: in-place outputs, consecutive calls, and the calls that go to
-the composition of parts."""
+"""Tests fused kernels of composed operators beyond the shared cases: in-place outputs, consecutive calls, and the choice between
+the fused kernel and the composed kernel."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FUSED = {"rmsnorm_moe_topk": "triton_rmsnorm_moe_topk", "rmsnorm_qkv_rope": "tri
 
 
 def draw(mode: str, seed: int = 0) -> dict[str, Any]:
-    """Draws the arguments of a small call with a residual."""
+    """Makes the random arguments of a small call with a residual."""
     named = {"rmsnorm_moe_topk": "gpt-oss-120b decode 1", "rmsnorm_qkv_rope": "gpt-oss-120b heads, narrow, decode 4 with cache"}
     op = get_operator(mode)
     made = next(c for c in op.all_cases() if c.name == named[mode]).make
-    # float32, so that rounding does not decide between experts.
+    # In float32, rounding does not change which experts are selected.
     tokens = {"rmsnorm_moe_topk": 5, "rmsnorm_qkv_rope": 2}[mode]
     return op.complete(made.vary(tokens=tokens, dtype=torch.float32)(Draw(DEVICE, seed)))  # type: ignore[attr-defined]
 
@@ -53,7 +53,7 @@ def test_the_sum_may_overwrite_its_operands(mode: str, target: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", FUSED)
 def test_calls_one_after_another_do_not_disturb_each_other(mode: str) -> None:
-    """Each call must leave the counters at zero for the next call."""
+    """Successive calls must give correct results, and leave the workspace's counters at zero."""
     for seed in range(3):
         arguments = draw(mode, seed=seed)
         got = run(mode, copied(arguments))
@@ -68,7 +68,7 @@ def test_calls_one_after_another_do_not_disturb_each_other(mode: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", FUSED)
 def test_weights_in_another_order(mode: str) -> None:
-    """The input axis of the weights is contiguous, instead of the output axis."""
+    """Stores the weights with the other axis contiguous. The results must be bitwise equal."""
     arguments = draw(mode)
     name = "router_weight" if mode == "rmsnorm_moe_topk" else "qkv_weight"
     wanted = run(mode, copied(arguments))

@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention by the Triton kernels: searches, tiles and layouts beyond the operators' cases."""
+"""Tests the Triton kernels for DeepSeek sparse attention beyond the operators' cases: top-k searches, tiles and layouts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def chosen(scores: Tensor, top_k: int, lengths: Tensor | None = None) -> None:
     assert torch.equal(got, tk.top_k_indices(scores, top_k, lengths, override="reference_top_k_indices"))
 
 
-# Small sizes, so that rows of a thousand scores need all steps of a search. ``spans``: 0 uses no candidate lists, 1 one program
-# a row, more several programs.
+# With these small sizes, rows of a thousand scores need all steps of a search. ``spans``: 0 uses no candidate lists; 1 uses one CTA
+# per row; more than 1, several CTAs per row.
 SMALL = selection.Search(lanes=256, spans=1, segment=256, block=128, run=4, sample=64, deviations=4.0, stages=1, warps=4)
 each_search = pytest.mark.parametrize("spans", [0, 1, 4])
 
@@ -40,8 +40,8 @@ def search(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 @each_search
 @pytest.mark.parametrize("deviations", [-2.0, 4.0, 30.0], ids=["too high", "as usual", "too low"])
 def test_bounds_estimated_from_a_sample(deviations: float, spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some rows have mostly distinct scores, others few distinct scores. If the estimated bound misses the threshold, the kernel
-    searches the whole row."""
+    """The kernel estimates a bound of the threshold from a sample. If the bound is wrong, the kernel must search the whole row.
+    Some rows have mostly distinct scores, others few distinct scores."""
     search(monkeypatch, spans=spans, deviations=deviations)
     lengths = torch.tensor([600, 300, 600, 50], dtype=torch.int32, device=DEVICE)
     chosen(torch.cat([normal(2, 600), (normal(2, 600) * 3).round()]), 60, lengths)
@@ -141,7 +141,7 @@ def test_scores_of_strided_operands_and_more_new_tokens_than_a_sequence_has() ->
 
 @pytest.mark.parametrize("batch", [1, 20])
 def test_tokens_are_mapped_to_their_sequences(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some sequences have several tiles, others none; the device code scans 16 sequences at a time."""
+    """Some sequences have several tiles of query tokens, others none. The device code scans 16 sequences at a time."""
     monkeypatch.setattr(indexer, "_SEQUENCES_AT_ONCE", 16)
     q_lens = [(7 * i) % 4 * (i % 3 + 1) + 2 * (batch == 1) for i in range(batch)]
     tokens = sum(q_lens)

@@ -1,4 +1,4 @@
-"""Triton GEMMs beyond the operators' cases: every path on every device, layouts, split-K, extreme values."""
+"""Tests Triton GEMMs beyond the operators' cases: every GEMM kernel on every device, layouts, split-K, extreme values."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _codes(*shape: int, seed: int = 0, low: int = 0, high: int = 256) -> Tensor:
 
 
 def _coarse(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Small integers, which every format and all their sums represent exactly. (Triton's interpreter lacks subnormal fp8
-    values.)"""
+    """Small random integers. Every format represents them exactly, and their sums are exact. (Triton's interpreter lacks subnormal
+    fp8 values.)"""
     return torch.randint(-8, 9, shape, generator=_generator(seed)).to(F32).to(dtype).to(default_device())
 
 
@@ -56,8 +56,8 @@ def _scales(m: int, k: int, n: int, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _exponents(m: int, k: int, n: int, kind: str) -> tuple[Tensor, Tensor]:
-    """Exponents of blocks of 128 along k, for 128 columns each ("e8m0") or one column ("packed": four in an int32, line index
-    fastest)."""
+    """Random e8m0 scales of a and b, for blocks of 128 along k. A scale of b is for 128 columns ("e8m0") or for one column.
+    "packed" scales are four in an int32, with the row or column index contiguous."""
     along = -(-k // 128)
     if kind == "e8m0":
         return _codes(m, along, seed=4, low=124, high=130), _codes(-(-n // 128), along, seed=5, low=124, high=130).t()
@@ -100,7 +100,7 @@ def test_direct_gemms_of_fp8(descriptors: bool, kind: str, splits: int, monkeypa
 
 
 def test_direct_gemms_of_batches_and_transposed_operands() -> None:
-    """Operands that are not contiguous along k, batches, and an output with gaps."""
+    """Tests operands that are not contiguous along k, batches, and an output with gaps between elements."""
     a, b = _normal(3, 80, 64, seed=1, dtype=F16), _normal(3, 64, 48, seed=2, dtype=F16)
     wanted = torch.bmm(a.float(), b.float())
     for x in (a, a.mT.contiguous().mT):
@@ -154,7 +154,8 @@ def test_padding_of_tiles_and_packed_scales_does_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_nvfp4_dequantises_exactly_to_16_bit_floats(dtype: torch.dtype) -> None:
-    """All quantised values occur with the smallest and the largest scales. GEMMs with the identity matrix are exact."""
+    """The GEMM's other operand is the identity matrix, so the result must equal the dequantised weights. All quantised values
+    occur, with the smallest and the largest scales."""
     codes = torch.arange(256, dtype=torch.uint8, device=default_device()).reshape(16, 16)
     scale = torch.tensor([2.0**-9, 7 * 2.0**-9, 0.8125, 448.0], device=codes.device).to(E4M3).repeat(8).reshape(16, 2)
     one = torch.eye(32, dtype=dtype, device=codes.device)
@@ -188,7 +189,7 @@ def _weights(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["mxfp4", "mxfp8", "nvfp4", "whole", "line", "block", "packed"])
 def test_weights_decoded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are dequantised in several slices. The last slice is shorter."""
+    """Tests kernels that dequantise the weights before the GEMM, here in several slices, of which the last is shorter."""
     monkeypatch.setattr(once, "_SLICE_BYTES", 2 * 192 * 128)
     if current_platform().is_cpu:  # Triton's interpreter cannot multiply bfloat16
         monkeypatch.setattr(direct, "multiply", decoded.multiply)
@@ -221,7 +222,7 @@ def test_every_tile_that_decodes(tile: decoded.Tile) -> None:
 
 @pytest.mark.parametrize("tile", [words._TILES["sm_90"][0], words._TILES["sm_90"][-1]], ids=str)
 def test_tiles_of_32_bit_words(tile: words.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """n exceeds a tile by two columns. k ends inside a tile, and is split."""
+    """m is less than a tile, n exceeds a tile by two columns, and k ends inside a tile and is split."""
     monkeypatch.setattr(_split_k, "sm_count_of", lambda device: 2)
     monkeypatch.setattr(_split_k, "_SHORTEST", tile.k)
     m, k, n = tile.m - 2, 2 * tile.k + 32, tile.n + 2

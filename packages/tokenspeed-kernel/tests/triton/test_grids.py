@@ -1,4 +1,4 @@
-"""The grids of the largest calls are within the driver's limits."""
+"""Tests that the grids of the largest calls are within the driver's limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KERNELS = [
     for spec in (KernelRegistry.get().get_for_operator(op.family, op.mode) if op.family != "comm" else ())
     if spec.solution == "triton"
 ]
-# Kernels that accept at most 16 tokens.
+# Kernels that accept at most 16 tokens, and have no large calls.
 FEW = {"triton_rmsnorm_moe_topk"}
 
 

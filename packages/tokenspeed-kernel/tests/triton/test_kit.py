@@ -1,6 +1,7 @@
-"""The conformance kit on every portable Triton kernel: edges of declared traits, strides, bounds, padding, empty calls.
+"""Runs the conformance kit on every portable Triton kernel: edges of declared traits, strides, bounds, padding, empty calls.
 
-By default, one small case of each kernel runs with every change. On a GPU and in slow tests, all cases and all edges of traits run.
+By default, the kit runs one small case of each kernel, with all its changes. On a GPU and in slow tests, it runs all cases and all
+edges of traits.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.registry import KernelRegistry, register_package
 from tokenspeed_kernel_base.spec import KernelSpec
 
-# Kernels between processes are tested in worlds/test_comm.py: the kit runs one process, so no other rank would answer.
+# The kit runs one process. Kernels between processes would wait for other ranks, so worlds/test_comm.py tests them.
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "triton" and spec.family != "comm"]
 QUICK = Options(shrink_seconds=0, leave_out=frozenset({"trait edges"}))  # cases at trait edges have the largest declared sizes
 each_kernel = pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 
 
 def small_case(spec: KernelSpec) -> Case:
-    """Returns the smallest nonempty case that a kernel supports, among the cases with the fewest axes of one element. An axis of
-    one element cannot have a wrong stride."""
+    """Returns a small nonempty case that a kernel supports. Cases with few axes of one element are preferred, because such axes
+    cannot show wrong strides; among these, the smallest case."""
     op = get_operator(spec.operator)
     found = []
     for case in op.all_cases():
@@ -48,7 +49,8 @@ def small_case(spec: KernelSpec) -> Case:
 
 
 def _does_something(op: Operator[Any, Any], arguments: dict[str, Any]) -> bool:
-    """False for a write to a cache if every token is padding."""
+    """Whether the call changes a tensor that it may write to, or writes to none. False, for example, for a store to a cache if
+    every token is padding."""
     before = [arguments[name].clone() for name in op.mutates if arguments[name] is not None]
     if not before:
         return True
@@ -61,7 +63,7 @@ def passed(findings: list[Finding]) -> set[str]:
     return {finding.check for finding in findings if finding.status == "passed"}
 
 
-# Half a minute to minutes in the interpreter, because even their smallest case has many tiles.
+# These kernels take half a minute to minutes in the interpreter, because even their smallest case has many tiles.
 MINUTES = {
     "triton_gated_delta_rule_prefill", "triton_moe_apply_mxfp4", "triton_rmsnorm_qkv_rope_128", "triton_rmsnorm_qkv_rope_32",
     "triton_rmsnorm_qkv_rope_64", "triton_sample_top_k_top_p", "triton_ssd_prefill", "triton_verify_draft_probs",
@@ -86,7 +88,8 @@ def test_the_kit_finds_nothing(spec: KernelSpec) -> None:
 
 
 def test_batch_invariance_with_scales_in_tiles() -> None:
-    """A tile of scales belongs to many rows, so dequantised values are compared."""
+    """In the layout of tiles, rows of a batch share a tile of scales. So the check must compare dequantised values instead of
+    scales."""
     spec = KernelRegistry.get().get_by_name("triton_rmsnorm_quantize_mxfp8")
     tiles = tk.Quantization.mxfp8(scale_layout="128x4")
     case = Case("a few", lambda draw: {"x": draw.normal(5, 32), "weight": draw.normal(32), "quantization": tiles})
@@ -96,7 +99,8 @@ def test_batch_invariance_with_scales_in_tiles() -> None:
     assert batches in passed(findings)
 
 
-# -- a kernel as somebody writes it -----------------------------------------------------------------------------------------------
+# -- a kernel with a fault, written for the test
+# -----------------------------------------------------------------------------------------------
 
 LAUNCHER = """
 import torch
@@ -153,7 +157,7 @@ Planted = Callable[[str], KernelSpec]
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
-    """Writes a package with a kernel with this device code, and registers it."""
+    """Returns a function that writes a package with one kernel of the given device code, and registers the kernel."""
 
     def make(device_code: str) -> KernelSpec:
         name = f"planted_{tmp_path.name}"

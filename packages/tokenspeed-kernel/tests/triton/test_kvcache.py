@@ -1,4 +1,4 @@
-"""The cache-writing kernel beyond the shared cases: every bit of every conversion, and layouts."""
+"""Tests the kernel that writes the KV cache beyond the shared cases: bitwise results of every conversion, and layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
 def _both(
     k: Tensor, v: Tensor, caches: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the caches after the kernel and after the reference, ``[2, pages, page_size, heads, dim]`` with any strides."""
+    """Runs the kernel and the reference on copies of ``caches``, ``[2, pages, page_size, heads, dim]`` with any strides. Returns
+    both copies."""
     results = []
     for kernel in ("triton_store_kv_cache", "reference_store_kv_cache"):
         written = torch.empty_strided(caches.shape, caches.stride(), dtype=caches.dtype, device=DEVICE)

@@ -1,4 +1,5 @@
-"""The gated delta rule beyond the cases: lengths around chunk ends, gates that reset the state, equal keys, layouts."""
+"""Tests the kernels of the gated delta rule beyond the operators' cases: lengths around chunk ends, gates that reset the state,
+equal keys, layouts."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from tokenspeed_kernel_base.ops.linear_attention import gated_delta_rule_decode 
 from tokenspeed_kernel_base.ops.linear_attention import gated_delta_rule_prefill as prefilling
 
 DEVICE = default_device()
-# A float16 chunk has 64 tokens. Its matrices are rounded to float16 on a GPU, but stay float32 in the interpreter.
+# The tolerance for float16. The kernel rounds a chunk's matrices to float16 on a GPU; in the interpreter they stay float32.
 CLOSE = {"atol": 4e-3, "rtol": 4e-3}
 
 
 def _compared(operator: Any, arguments: dict[str, Any], tolerance: dict[str, float]) -> tuple[Tensor, Tensor]:
-    """Compares the kernel's outputs and states with the reference's. Only the kernel gets the states with their original
-    strides."""
+    """Compares the kernel's outputs and states with the reference's, and returns the kernel's. The reference gets contiguous
+    states, the kernel the states with their own strides."""
     initial = arguments["states"].clone(memory_format=torch.contiguous_format)
     wanted_states = initial.clone()
     wanted = operator(**{**arguments, "states": wanted_states}, solution="reference")
@@ -41,7 +42,7 @@ def test_sequences_that_end_around_chunks(gate: str) -> None:
     options: dict[str, Any] = {"heads": 1, "v_heads": 1, "k_dim": 16, "v_dim": 16, "dtype": torch.float16, "initial": True}
     arguments = prefilling._inputs(lengths, **options, gate=gate)(Draw(DEVICE))
     out, states = _compared(tk.gated_delta_rule_prefill, arguments, CLOSE)
-    # The same sequences, called alone and in two parts that meet inside a chunk, give the same results.
+    # A sequence that is run alone, in two calls that split it inside a chunk, must have the same results.
     bounds = arguments["cu_seqlens"].tolist()
     per_token = ("q", "k", "v", "g", "beta")
     for sequence in (4, 6):
@@ -60,8 +61,8 @@ def test_sequences_that_end_around_chunks(gate: str) -> None:
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_gates_that_reset_the_state_and_equal_keys(gate: str) -> None:
-    """The exponentials of a chunk's cumulative gates overflow or underflow, as do powers of the matrix of the chunk's triangular
-    system."""
+    """With these gates, exponentials of cumulative gates overflow or underflow inside a chunk. With equal keys, so do powers of the
+    matrix of the chunk's triangular system."""
     arguments = prefilling._inputs([70], 1, 2, 32, 16, torch.float32, gate=gate, initial=True)(Draw(DEVICE))
     arguments["g"][10:20] = -30.0
     arguments["g"][40] = -1e4

@@ -1,4 +1,4 @@
-"""MLA by the Triton kernels: tiles, split-KV, layouts and formats beyond the operators' cases."""
+"""Tests the Triton kernels for MLA beyond the operators' cases: tiles, split-KV, layouts and formats."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _agrees(operator: Any, arguments: dict[str, Any], bound: float = 5e-3) -> No
 
 @pytest.fixture(params=TILES)
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Forces each tile configuration, regardless of the platform's choice."""
+    """Makes the kernels use each tile configuration in turn, instead of the platform's choice."""
     chosen = TILES[request.param]
     if ON_GPU and chosen.apart and current_platform().arch != "sm_90":
         pytest.skip("laid out for the matrix units of another architecture")
@@ -75,7 +75,7 @@ def test_extending_with_every_tile(causal: bool) -> None:
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("page_size", [4, 16, 64, 256])
 def test_windows_with_every_tile(page_size: int) -> None:
-    """Pages before the window are freed: -1 in the page table, and NaN in their memory."""
+    """Pages before the window are freed: they have -1 in the page table, and their memory holds NaN."""
     options = {**SMALL, "page_size": page_size, "return_lse": True, "freed": True}
     for window_left in (0, 30, 200):
         lengths = [1, 300, 0, 64, 700]
@@ -93,7 +93,7 @@ def test_page_sizes(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lengths_that_differ_much() -> None:
-    """Load balancing over work items depends on these lengths."""
+    """Runs batches whose sequence lengths differ much, because the split of keys into work items depends on the lengths."""
     rng = random.Random(5)
     for batch in (1, 5, 33):
         lengths = [rng.choice([0, 1, 63, 200, 700]) for _ in range(batch)]

@@ -1,4 +1,4 @@
-"""The kernels that write the MLA cache beyond the shared cases: layouts and odd sizes."""
+"""Tests the kernels that write the MLA cache beyond the shared cases: layouts and odd sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _slots(pages: int, page_size: int) -> torch.Tensor:
 
 
 def _caches(width: int, pages: int, page_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Caches of several layouts, with NaN in every slot."""
+    """Returns caches of three layouts, with NaN in every slot."""
     filled = torch.full((pages, page_size, width, 2), math.nan, device=DEVICE).to(dtype)
     return [filled[..., 0].contiguous(), filled[..., 0], filled[..., 0].transpose(0, 1).contiguous().transpose(0, 1)]
 

@@ -1,5 +1,5 @@
-"""Kernels on the MLA cache with one scale for each 128 latents, beyond the shared cases: layouts, split-KV, and both attention
-operators on entries that the store operator wrote."""
+"""Tests the kernels of the MLA cache with one scale for each 128 latents, beyond the shared cases: layouts, split-KV, and attention
+to entries that the store operator wrote."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def views_of(rank: int, rope: int, layout: str) -> dict[str, Tensor]:
-    """Returns views of a cache that is filled with 0xFF, which is NaN."""
+    """Returns the three views of a cache in a layout. The cache is filled with bytes of 0xFF, which are NaN in every view."""
     width = rank + rank // 32 + 2 * rope
     if layout == "pages of bytes":
         return tk.mla_cache_views(
@@ -57,7 +57,8 @@ def filled(rank: int, rope: int, layout: str, slots: Tensor, solution: str) -> d
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (384, 6), (128, 0)], ids=str)
 def test_layouts(rank: int, rope: int, layout: str) -> None:
-    """Stores to every second slot; attention to these slots agrees with the reference."""
+    """Stores to every second slot of a cache. The cache must be bitwise equal to the reference's, and attention to these slots must
+    agree with the reference."""
     slots = torch.arange(0, SLOTS, 2, device=DEVICE, dtype=torch.int32).flip(0)
     slots[::5] = -3
     cache, wanted = (filled(rank, rope, layout, slots, solution) for solution in ("triton", "reference"))
@@ -104,7 +105,7 @@ def test_dense_attention_is_that_to_all_slots_of_a_sequence(window_left: int) ->
 
 
 def test_a_kernel_that_is_silent_does_not_have_it() -> None:
-    """A kernel that declares neither the formats nor the trait is not eligible."""
+    """A kernel that does not declare both the cache's formats and its trait must not be eligible."""
     from tokenspeed_kernel.triton.attention._formats import LATENT, LATENT_GROUPS
     from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 

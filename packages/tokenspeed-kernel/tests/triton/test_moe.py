@@ -1,4 +1,4 @@
-"""Routing and MoE kernels beyond the shared cases: non-finite values, odd strides, graphs."""
+"""Tests the kernels of routing and of the MoE beyond the shared cases: non-finite values, odd strides, graphs."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_odd_values_rank_as_the_reference_ranks_them(dtype: torch.dtype, groups:
 
 
 def test_scores_of_logits_of_all_sizes() -> None:
-    """The kernel computes the square root of softplus by a series for logits below 0, and from the logit itself above. The relative
-    error of both is at most 3e-7."""
+    """The relative error of the scores must be at most 3e-7 for logits of all magnitudes. The kernel computes the square root of
+    softplus by a series for logits below 0, and from the logit itself above."""
     logits = torch.cat([torch.linspace(-90, 90, 4001), torch.logspace(-30, 38, 2000), -torch.logspace(-30, 1.9, 2000)])
     for scoring in ("sigmoid", "sqrtsoftplus"):
         got, _ = moe_topk(logits[:, None].to(DEVICE), 1, scoring, renormalize=False, override="triton_moe_topk")
@@ -125,7 +125,8 @@ def _apply_agrees(layer: dict[str, Any], got: torch.Tensor | None = None) -> Non
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [1, 24, 60, 100, 200, 300])
 def test_blocks_of_all_lengths(tokens: int) -> None:
-    """Experts have few or many tokens, which determines the tile. Some tokens select the same expert twice."""
+    """The tile depends on the number of tokens per expert, so experts have few or many. Some tokens select the same expert
+    twice."""
     layer = _layer(tokens, 3, 2, 48, 40, torch.float16, bias=True, limit=2.0, beta=1.0)
     _apply_agrees(layer)
     layer["topk_ids"] = torch.where(torch.rand(tokens, 2) < 0.3, -1, layer["topk_ids"].cpu()).int().to(DEVICE)
@@ -135,7 +136,8 @@ def test_blocks_of_all_lengths(tokens: int) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_all_parts_of_a_block_of_tokens(monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
-    """Small tiles cover all parts: full blocks, extra rows, short tails, and weights loaded by TMA descriptors if possible."""
+    """With small tiles, the call has full blocks, extra rows and short tails. Weights are loaded with and without TMA
+    descriptors."""
     from tokenspeed_kernel.triton.moe import moe_apply as module
 
     tile = module.Tile(32, 32, 4, 2)
@@ -154,7 +156,8 @@ def test_all_parts_of_a_block_of_tokens(monkeypatch: pytest.MonkeyPatch, interle
 @pytest.mark.parametrize("k", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_fp8_blocks_in_steps(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, k: int) -> None:
-    """One step or several steps cover a block of 128; the last step may be partial. There are extra rows and tails."""
+    """A block of 128 along k takes one or several steps of ``k``, and the last step may be partial. There are also extra rows and
+    tails."""
     from tokenspeed_kernel.triton.moe import moe_apply as module
 
     tile = module.Tile(64, k, 4, 2)
@@ -171,7 +174,8 @@ def test_fp8_blocks_in_steps(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 
 @pytest.mark.parametrize("activation_dtype", ["none", "fp8", "mxfp4"])
 def test_activations_beyond_float16(activation_dtype: str) -> None:
-    """Activations and slot outputs exceed 65,504, but the results are in range. One value is NaN."""
+    """Activations and the outputs of slots exceed 65,504, the largest float16, but the weighted results do not. One token is
+    NaN."""
     layer = _layer(5, 2, 1, 32, 32, torch.float16, activation_dtype=activation_dtype)
     weights = layer["weights"]
     layer["x"][:], weights.w13_weight[:], weights.w2_weight[:] = 264.0, 2.0**-5, 1.0
@@ -191,7 +195,7 @@ def test_all_tokens_to_one_expert() -> None:
 
 
 def test_rows_of_skipped_slots_are_not_read() -> None:
-    """A weight of NaN, or uninitialised memory, must not affect the sum."""
+    """A slot with expert id -1 must not affect the sum, even if its routing weight is NaN."""
     layer = _layer(9, 4, 3, 32, 32)
     layer["topk_ids"][::2, 1] = -1
     layer["topk_weights"][::2, 1] = torch.nan
@@ -201,7 +205,7 @@ def test_rows_of_skipped_slots_are_not_read() -> None:
 
 
 def test_strides() -> None:
-    """Transposed weights, as in some checkpoints, and tokens and results inside larger tensors."""
+    """Tests transposed weights, as in some checkpoints, and strided tokens, routing weights and ids."""
     layer = _layer(10, 4, 2, 32, 48, bias=True, w13_interleaved=True)
     weights = layer["weights"]
     layer["weights"] = replace(

@@ -1,4 +1,4 @@
-"""MoE with prepared mxfp4 weights: the layout, the schedule of blocks, and every tile configuration."""
+"""Tests the MoE kernel for prepared mxfp4 weights: the layout, the schedule of blocks, and every tile configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KERNEL = "triton_moe_apply_mxfp4"
 
 
 def _draw(*sizes: int, seed: int = 0, **options: Any) -> tuple[dict[str, Any], tk.MoEPlan]:
-    """The reference's arguments, and the plan of the kernel under test."""
+    """Returns the arguments for the reference, and the plan of the kernel under test."""
     options = {"weight_format": "mxfp4", **options}
     arguments = _inputs(*sizes, **options)(Draw(DEVICE, seed))
     options = {name: value for name, value in options.items() if name not in ("of", "gain")}
@@ -38,7 +38,7 @@ def _error(got: Tensor, expected: Tensor) -> float:
 
 
 def _unpacked(weight: Tensor, scale: Tensor, epilogue: Tensor, k: int) -> Tensor:
-    """The dequantised weights of a prepared projection: float32 ``[experts, 2, pairs, k]``."""
+    """Returns the dequantised weights of a prepared projection: float32 ``[experts, 2, pairs, k]``."""
     bits = weight.int() & 0xFFFF
     tiles = []
     for i, (sign, low) in enumerate(zip((15, 12, 14, 13), (6, 3, 0, 9), strict=True)):
@@ -98,7 +98,8 @@ _SMALL = [
 @pytest.mark.parametrize("tile", _SMALL, ids=str)
 @pytest.mark.parametrize("listed", [False, True], ids=["direct", "listed"])
 def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: Any, listed: bool) -> None:
-    """Sizes that are no multiples of tiles or chunks, experts of other ranks, and an expert named twice."""
+    """Tests sizes that are no multiples of tiles or chunks, tokens with experts of other ranks, and an expert that a token selects
+    twice."""
     if listed:
         monkeypatch.setattr(kernel, "_DIRECT_PAIRS", 0)
     elif tile.tail:
@@ -113,8 +114,7 @@ def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: A
 
 @pytest.mark.parametrize(("activation_dtype", "most"), [("none", 1e-3), ("fp8", 2e-2), ("mxfp4", 1e-1)])
 def test_activations_beyond_float16(activation_dtype: str, most: float) -> None:
-    """Activations that are rounded to mxfp4 may exceed float16's range, too. The operator's own cases have partial sums beyond this
-    range."""
+    """Activations exceed float16's range. Results must be correct for unquantised, fp8 and mxfp4 activations."""
     arguments, plan = _draw(4, 2, 1, 64, 32, dtype=torch.float16, gain=512.0, activation_dtype=activation_dtype)
     weights = tk.moe_apply.prepare(arguments["weights"], plan)
     what = (arguments["topk_weights"], arguments["topk_ids"], plan)
@@ -123,7 +123,7 @@ def test_activations_beyond_float16(activation_dtype: str, most: float) -> None:
 
 
 def test_every_regime_is_reached() -> None:
-    """Runs with one token up to more tokens than the smallest size of the largest regime, in bfloat16."""
+    """Runs with numbers of tokens that select each of the kernel's regimes in turn, in bfloat16."""
     for tokens in (1, 3, 5, 20, 40, 130) if DEVICE.type == "cuda" else (1, 20):
         arguments, plan = _draw(tokens, 2, 2, 128, 64, seed=tokens, w13_interleaved=True)
         weights = tk.moe_apply.prepare(arguments["weights"], plan)
@@ -148,7 +148,7 @@ def test_strided_arguments() -> None:
     [(KERNEL, 80, -80, 0), ("triton_moe_apply", 80, -80, 0), ("triton_moe_apply", -80, 80, 0), ("triton_moe_apply", 0, 55, -100)],
 )
 def test_very_large_and_small_values(name: str, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights times powers of 2: neither a projection's result nor gate times up overflows float32."""
+    """Tokens and weights are multiplied by powers of 2. Neither a projection's result nor gate times up may overflow float32."""
     arguments, _ = _draw(2, 2, 2, 64, 64)
     given = arguments["weights"]
     given.w13_weight_scale += w13_by
@@ -160,7 +160,7 @@ def test_very_large_and_small_values(name: str, tokens_by: int, w13_by: int, w2_
 
 
 def test_scales_far_apart_and_nan() -> None:
-    """Rows with scales over the whole range, and one NaN scale: only its features become NaN."""
+    """Rows have scales over the whole range. One scale is NaN, and only the feature with this scale may become NaN."""
     arguments, plan = _draw(3, 2, 2, 64, 64)
     given = arguments["weights"]
     given.w2_weight_scale[0, :, 0] = torch.arange(64) * 3

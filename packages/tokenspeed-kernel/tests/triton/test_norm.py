@@ -1,4 +1,4 @@
-"""Normalisation kernels beyond the shared cases: in-place outputs, strides, very long rows."""
+"""Tests the normalisation kernels beyond the shared cases: in-place outputs, strides, very long rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.common import as_rows, has_rows
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
-# The longest row takes two passes.
+# The kernel reads the longest row in two passes.
 HIDDEN = [1, 7, 48, 2880, 20000, 33000]
 
 

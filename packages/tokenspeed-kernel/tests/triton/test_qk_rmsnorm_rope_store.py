@@ -1,4 +1,5 @@
-"""The fused kernel of QK norm, RoPE and cache store beyond the shared cases: bitwise equality with its parts, and layouts."""
+"""Tests the fused kernel of QK norm, RoPE and cache store beyond the shared cases: bitwise equality with separate kernels, and
+layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kernels that quantise their results, beyond the shared cases: bitwise equality with their parts, layouts, non-finite values."""
+"""Tests fused kernels that quantise their results, beyond the shared cases: bitwise equality with separate kernels, layouts,
+non-finite values."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_gated_activations_have_the_bits_of_their_parts(name: str, options: dict
     wide = _draw(3, 2, 2 * 1120 + 3).bfloat16()
     wide[0, 0, :8] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 6e4, -6e4, 90.0, -90.0], device=DEVICE)
     wide[1, :, :] = 0
-    for x, given in ((wide[:, 0, : 2 * 1120], True), (wide[..., : 2 * 32], False)):  # rows apart, and several axes
+    for x, given in ((wide[:, 0, : 2 * 1120], True), (wide[..., : 2 * 32], False)):  # rows with gaps, and several axes
         plain = gate is PLAIN
         made = tk.silu_and_mul(x, override="triton_silu_and_mul") if plain else tk.swiglu(x, **gate, override="triton_swiglu")
         wanted = quantise(made, **options, override=f"triton_quantize_{name}")
@@ -82,7 +83,7 @@ def test_rows_that_are_computed_twice_have_the_bits_of_their_parts() -> None:
 def test_scales_in_tiles_are_those_in_rows(first: str, name: str) -> None:
     fused, options = getattr(tk, f"{first}_quantize"), QUANTIZERS[name][0]
     rows, tiles = _quantization(name, options), _quantization(name, options, scale_layout="128x4")
-    # Several matrices, one of whose rows is not finite beside columns that complete a tile; and a row that several programs share.
+    # Two inputs: several matrices, one of them with a NaN; and a row that several CTAs share.
     several = _draw(2, 20, 2 * 80 if name == "nvfp4" else 2 * 96).bfloat16()
     several[1, 7, 5] = math.nan
     for x in (several,) if first == "rmsnorm" else (several, _draw(1, 2 * 1120).bfloat16()):
@@ -97,8 +98,8 @@ def test_scales_in_tiles_are_those_in_rows(first: str, name: str) -> None:
 
 @each_quantizer
 def test_the_sum_may_take_the_place_of_what_was_added(name: str, options: dict[str, Any]) -> None:
-    """The sum may overwrite the residual. The sum is bitwise equal to `rmsnorm`'s. Quantised values and scales do not depend on
-    where the sum is stored."""
+    """The sum may overwrite x or the residual. It must be bitwise equal to the sum of `rmsnorm`, and quantised values and scales
+    must not change."""
     weight, quantization = _draw(96, 2)[:, 1], _quantization(name, options)
 
     def run(x: Tensor, residual: Tensor, **outs: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,5 @@
-"""The Triton quantisers, bit by bit, on values that are hard to round and on tensors with unusual strides."""
+"""Tests that the Triton quantisers are bitwise equal to the references, on values that are hard to round and on tensors with
+unusual strides."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def _list(result: Any) -> list[Tensor]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Returns the bits as integers. All NaNs of a wide format become equal."""
+    """Returns the bits as integers. Formats wider than 8 bits are widened to float32, and all their NaNs get the same bits."""
     if x.element_size() == 1:
         return x.reshape(-1).view(torch.uint8)
     widened = x.float().reshape(-1)
@@ -60,8 +61,8 @@ def _boundaries(dtype: torch.dtype) -> Tensor:
 
 
 def _as(x: Tensor, source: torch.dtype) -> Tensor:
-    """Converts values to a dtype, on the device. Triton's interpreter flushes subnormal bfloat16 values to zero, so these are left
-    out there."""
+    """Converts values to a dtype, and moves them to the device. Triton's interpreter flushes subnormal bfloat16 values to zero, so
+    on a CPU these become zero."""
     x = x.to(source)
     if source == torch.bfloat16 and current_platform().is_cpu:
         x = torch.where(x.abs() < 2.0**-126, torch.zeros_like(x), x)
@@ -104,8 +105,8 @@ def test_conversion_to_fp8(dtype: torch.dtype, source: torch.dtype) -> None:
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_quotients_next_to_the_middle_of_two_codes(dtype: torch.dtype, source: torch.dtype) -> None:
-    """Divisors ``x / midpoint of two fp8 values``, rounded, and their neighbours: a slightly wrong quotient rounds to the other
-    value."""
+    """Divides x by ``x / midpoint of two fp8 values``, rounded, and by this divisor's neighbours. The quotients are so close to the
+    midpoint that a slightly wrong quotient would round to the other fp8 value."""
     device = default_device()
     generator = torch.Generator().manual_seed(1)
     x = (1 + torch.rand(64, generator=generator)).to(source).float()
@@ -117,7 +118,7 @@ def test_quotients_next_to_the_middle_of_two_codes(dtype: torch.dtype, source: t
         scales = _neighbours((rows.float()[:, None] / edges[None, :]).reshape(-1))
         scales = scales[: len(scales) // 2].reshape(3, len(rows), -1).permute(1, 0, 2).reshape(len(rows), -1)
         columns = scales.shape[1]
-        # One row a pair, with per-token scales.
+        # Each pair of x and divisor is one row, with a per-token scale.
         pairs = rows[:, None].expand(-1, columns).reshape(-1, 1)
         _both(tk.quantize_fp8_with_scale, _as(pairs, source), scales.reshape(-1, 1).to(device), dtype)
 
@@ -226,9 +227,9 @@ def test_outputs_that_are_not_contiguous() -> None:
 
 
 def test_one_correction_is_enough_for_values_of_eleven_bits() -> None:
-    """`divide` corrects the quotient of 16-bit values once. Covers all 11-bit values and all boundaries between quantised
-    values (at most five bits). The divisors bring the quotient closest to a midpoint of two float32 values next to the
-    boundary."""
+    """`divide` corrects the quotient of 16-bit values once. The test proves that this is enough for all 11-bit values and all
+    boundaries between quantised values (at most five bits). It uses the divisors that bring the quotient closest to a midpoint of
+    two float32 values next to the boundary."""
 
     def rounded(value: Fraction) -> Fraction:
         magnitude = abs(value)
@@ -251,7 +252,7 @@ def test_one_correction_is_enough_for_values_of_eleven_bits() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 4), (130, 136), (2, 3, 8)], ids=str)
 def test_scales_are_swizzled_by_words_and_by_bytes(shape: tuple[int, ...]) -> None:
-    """Rows have whole 32-bit words, with or without a gap after each row; or rows begin inside a word."""
+    """Tests rows of whole 32-bit words, with and without a gap after each row, and rows that begin inside a word."""
     wide = torch.randint(256, (*shape[:-1], shape[-1] + 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     wide = wide.to(default_device())
     for first in (0, 1, 4):

@@ -1,4 +1,4 @@
-"""The RoPE kernel beyond the shared cases: all combinations of options, and layouts."""
+"""Tests the RoPE kernel beyond the shared cases: all combinations of options, and layouts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_in_place_and_strided(sizes: tuple[int, int, int, int], interleaved: boo
 def test_the_cache_gets_what_is_returned(
     sizes: tuple[int, int, int, int], interleaved: bool, cache_dtype: torch.dtype | None, dtype: torch.dtype
 ) -> None:
-    """Caches of two layouts hold exactly what `store_kv_cache` writes for the rotated keys; other slots are unchanged."""
+    """Caches of two layouts must hold exactly what `store_kv_cache` writes for the rotated keys. All other slots must be
+    unchanged."""
     heads, kv_heads, head_dim, _ = sizes
     qkv, positions, table = _draw(*sizes)
     q, k, v = _split(qkv.to(dtype), heads, kv_heads)

@@ -1,5 +1,5 @@
-"""The Triton sampling kernels beyond the operators' cases: weights and random numbers bit by bit, and distributions of all
-kinds, including those that a candidate list cannot decide."""
+"""Tests the Triton sampling kernels beyond the operators' cases: weights and random numbers bit by bit, and all kinds of
+distributions, including those for which a candidate list is not enough."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ DISTRIBUTIONS: dict[str, Logits] = {
 
 
 def requests(rows: int, vocab: int, generator: torch.Generator) -> list[Tensor]:
-    """Draws top-k, top-p, and temperatures from tiny to huge. The last row is greedy."""
+    """Makes random temperatures from 1e-3 to 1e3, top-k, top-p, seeds and offsets. The last row is greedy."""
     drawn = torch.rand(5, rows, generator=generator)
     temperature = 10 ** (drawn[0] * 6 - 3)
     temperature[-1] = 0.0
@@ -149,7 +149,7 @@ def test_every_distribution_gives_the_same_probabilities_on_every_device(distrib
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ties", [False, True])
 def test_ranks_and_ties_around_the_sizes_of_blocks(ties: bool) -> None:
-    """top_k is at or next to powers of two and the vocabulary size. Logits tie on both sides of this rank."""
+    """top_k is at or next to powers of two and the vocabulary size. With ``ties``, logits on both sides of rank top_k are equal."""
     edges = [1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2048, 4999, 5000, 5001]
     rows = len(edges)
     generator = torch.Generator().manual_seed(2)
@@ -180,7 +180,7 @@ def test_greedy_rows_return_the_largest_despite_close_values_in_its_group() -> N
     logits = torch.randn(30, 5000, generator=generator)
     best = torch.randint(1, 5000, (30,), generator=generator)
     rows = torch.arange(30)
-    # The token before the best one is in the same group, and far above all others.
+    # The token before the best token is in the same group, and its logit is far above all others.
     logits[rows, best - 1], logits[rows, best] = 9.0, 10.0
     request = [x.to(DEVICE) for x in requests(30, 5000, generator)]
     request[0] = torch.zeros(30, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The speculative-decoding kernels beyond the shared cases: sizes, layouts, depths of trees."""
+"""Tests the kernels of speculative decoding beyond the shared cases: sizes, layouts, depths of trees."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_random_numbers_of_any_seed_and_offset(seed: int, offset: int) -> None:
 
 
 def test_many_children_of_a_node_are_rejected() -> None:
-    """Five drafts that the target cannot emit, then one that it can. The row sum is computed before each draft but the first,
-    and at the end."""
+    """A node has five drafts that the target cannot emit, then one that it can. After each rejection, the kernel computes the row
+    sum again."""
     arguments = sampling._inputs(8, 9, 2500, warmth=1.0)(Draw(DEVICE))
     arguments["parents"][:] = torch.tensor([-1, 0, 0, 0, 0, 0, 0, 6, 6], device=DEVICE)
     arguments["draft_tokens"][:, 1:6] = torch.arange(5, device=DEVICE)
@@ -80,7 +80,7 @@ def test_trees_of_any_shape(branching: int, depth: int, nodes: int) -> None:
 
 @pytest.mark.parametrize(("heads", "page_size"), [((1, 1), 5), ((8, 1), 64)], ids=str)
 def test_attention_of_trees_beside_others(heads: tuple[int, int], page_size: int) -> None:
-    """Trees, single tokens and prefills in one batch, with windows and without, with split-KV and without."""
+    """Tests trees, single tokens and prefills in one batch, with and without windows, with and without split-KV."""
     kv_lens, q_lens = [400, 9, 64, 33, 130], [64, 9, 17, 1, 70]
     options: dict[str, Any] = {"trees": True, "stale": True, "running_sums": False, "return_lse": True}
     for window_left, freed in ((-1, False), (63, True)):

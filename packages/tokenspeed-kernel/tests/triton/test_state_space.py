@@ -1,4 +1,4 @@
-"""Kernels of state-space models beyond the shared cases: layouts of caches, many sequences."""
+"""Tests the kernels of state-space models beyond the shared cases: layouts of caches, many sequences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _same(operator: Any, arguments: dict[str, Any], tolerance: float = 1e-5) -> 
 
 @pytest.mark.parametrize("layout", ["channels first", "between others"])
 def test_convolutions_of_caches_of_any_layout(layout: str) -> None:
-    """Engines use these layouts: the state's channels are outermost, or states of several layers are in one allocation."""
+    """Tests two layouts of engines: channels are the outer axis of a state, or states of several layers share an allocation."""
     prefill = conv_prefill._inputs([5, 0, 2, 70], 40, 3, F32, bias=True)(Draw(DEVICE))
     decode = conv_decode._inputs(5, 40, 3, 3, F32, kept=True, padding=1)(Draw(DEVICE))
     for operator, arguments in ((tk.causal_conv1d_prefill, prefill), (tk.causal_conv1d_decode, decode)):
@@ -61,7 +61,8 @@ def test_a_convolution_writes_over_its_input_token_by_token() -> None:
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_recurrences_across_chunks_and_segments(chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences end at the ends of chunks and segments. Segments have few chunks, so that there are many segments."""
+    """Tests sequences that end at the ends of chunks and segments, and one token before or after. Segments have few chunks, so
+    there are many segments."""
     monkeypatch.setattr(launcher, "_SEGMENT_CHUNKS", chunks)
     monkeypatch.setattr(launcher, "sm_count_of", lambda device: 1 << 20)
     chunk = launcher.tile_for(dtype, 4, 4, for_architecture(launcher._LIMITS, DEVICE)).chunk
@@ -72,7 +73,8 @@ def test_recurrences_across_chunks_and_segments(chunks: int, dtype: torch.dtype,
 
 
 def test_recurrences_of_tensors_and_caches_of_any_layout() -> None:
-    """Engines use these layouts: x, B and C are slices of a convolution's output; states of several layers share an allocation."""
+    """Tests layouts of engines: x, B and C are slices of a convolution's output, and states of several layers share an
+    allocation."""
     prefill = ssd_prefill._inputs([20, 0, 7], 4, 8, 16, 2, F32)(Draw(DEVICE))
     decode = ssd_decode._inputs(3, 4, 8, 16, 2, 2, F32, kept=True)(Draw(DEVICE))
     for operator, arguments in ((tk.ssd_prefill, prefill), (tk.ssd_decode, decode)):
@@ -89,12 +91,12 @@ def test_recurrences_of_tensors_and_caches_of_any_layout() -> None:
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("log", "every"), [(-105.0, 2), (-1e6, 10)])
 def test_a_token_that_resets_the_state_does_not_blur_its_neighbours(log: float, every: int, dtype: torch.dtype) -> None:
-    """Log decays of -0.4 to -0.004, with occasional very large ones, against float64."""
+    """Compares with float64. Most tokens' log decays are -0.4 to -0.004, some tokens' -105 or -1e6, which resets the state."""
     assert torch.tensor(-104.0).exp() == 0, "the kernel takes smaller logs for this one"
     arguments = ssd_prefill._inputs([70], 1, 16, 16, dtype=dtype, full=False, initial=True)(Draw(DEVICE))
     arguments["A"] = torch.full_like(arguments["A"], -4.0)
     outliers = arguments["dt"][::every]
-    arguments["x"][::every] *= 0.05 / (log / -4.0)  # so that no token's step dominates the others
+    arguments["x"][::every] *= 0.05 / (log / -4.0)  # no token's step dominates the others
     outliers.fill_(log / -4.0)
     wanted = {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
     got = tk.ssd_prefill(**arguments, solution="triton")
@@ -114,7 +116,7 @@ def test_a_nan_step_gives_nan() -> None:
 
 @pytest.mark.parametrize(("dt", "softplus"), [(-30.0, True), (-7.0, True), (-0.1, True), (0.1, True), (30.0, True), (0.0, False)])
 def test_steps_of_any_size(dt: float, softplus: bool) -> None:
-    """Small steps have full float32 relative precision, because the state is computed from them."""
+    """Steps of every size must have full relative precision in float32, because the state is computed from them."""
     arguments = ssd_decode._inputs(1, 2, 4, 4, dtype=F32, full=False)(Draw(DEVICE))
     arguments |= {"dt": torch.full_like(arguments["dt"], dt), "dt_softplus": softplus}
     arguments["states"] = torch.zeros_like(arguments["states"])

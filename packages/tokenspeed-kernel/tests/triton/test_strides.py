@@ -1,4 +1,5 @@
-"""Strided vectors (lengths, offsets, sinks, scales, biases), interleaved with other values; and strides of 2^30 elements."""
+"""Tests strided vectors (lengths, offsets, sinks, scales, biases) that are interleaved with other values, and strides of 2^30
+elements."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ CASES = [
 
 
 def _every_second(vector: Tensor) -> Tensor:
-    """Returns the vector, interleaved with elements that are not valid lengths, indices or finite values."""
+    """Returns a vector of equal values with stride 2. The elements between them are NaN, or 2^20, which is no valid length or
+    index."""
     between = torch.full_like(vector, torch.nan if vector.dtype.is_floating_point else 2**20)
     return torch.stack([vector, between], 1).flatten()[::2]
 
@@ -58,7 +60,7 @@ def test_every_second_element(mode: str, name: str) -> None:
         assert found.relative_error == usual.relative_error, found
 
 
-# In these cases, axes with offsets have 3 elements, because twice a stride of 2^30 overflows 32 bits.
+# In these cases, the axes that get a stride of 2^30 have 3 elements, because index 2 times this stride overflows 32 bits.
 F32 = torch.float32
 FAR = {
     "ssd_prefill": ssd_prefill._inputs([3], 3, 4, 4, 3, F32),
@@ -80,7 +82,8 @@ def _far(x: Tensor, axis: int, memory: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mode", FAR)
 def test_offsets_of_more_than_32_bits(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tensors of a call get large strides at once, along one axis after another."""
+    """For one axis after another, all tensors of a call get a stride of 2^30 elements along this axis. The results must not
+    change."""
     at_most = 1 << 16  # elements of a tensor
     op = get_operator(mode)
     on_host = DEVICE.type == "cpu"

@@ -1,4 +1,4 @@
-"""The Triton kernel of token_logprobs beyond the cases: top tokens that tie, or that are in few groups."""
+"""Tests the Triton kernel of token_logprobs beyond the operator's cases: top tokens that tie, or that are in few groups."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_groups_are_larger_in_a_large_vocabulary() -> None:
 
 @pytest.mark.parametrize("top_k", [1, 20])
 def test_largest_logits_in_groups_that_share_a_lane(top_k: int) -> None:
-    """The groups of one lane hold all top tokens. In one row these exceed all others; in another row they tie with another
-    lane's."""
+    """The groups of one lane contain all top tokens. In one row they exceed all others; in another row they tie with tokens of
+    another lane."""
     logits = normal(2, 70_000)
     size = split_of(2, 70_000, 1).group
     sharing = torch.arange(3, 70_000 // size, _LANES)

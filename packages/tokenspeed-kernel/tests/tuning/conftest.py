@@ -1,4 +1,4 @@
-"""The laboratory: an operator whose kernels take a prescribed time, and a folder for its tuned results."""
+"""The fixture ``lab``: an operator whose kernels take prescribed times, and a folder for its tuned results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MODULES = Path(__file__).parent / "lab_modules"
 
 @pytest.fixture
 def folder(tmp_path: Path, settings_from: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sets and returns the folder of the test's tuned results."""
+    """Sets the folder of tuned results to one for this test, and returns it."""
     storage.warn_once.cache_clear()
     settings_from(TUNED=str(tmp_path / "tuned"))
     return tmp_path / "tuned"
 
 
 class Laboratory:
-    """The operator of `lab.py`, and the record of its calls."""
+    """The operator of `lab.py`, its kernels' recorded calls, and its tuned results."""
 
     def __init__(self, module: ModuleType, folder: Path, results: Path) -> None:
         self.lab, self.register, self.serving, self.tune_all = module.lab, module.register, module.serving, module.tune_all
@@ -66,7 +66,7 @@ def _operator() -> ModuleType:
 
 @pytest.fixture
 def forget_sources() -> Iterator[Callable[[], None]]:
-    """Sources are read once a process; this forces them to be read again."""
+    """Returns a function after which sources of kernels are read again. Otherwise each source is read once per process."""
 
     def forget() -> None:
         fingerprint.source_fingerprint.cache_clear()
@@ -79,7 +79,7 @@ def forget_sources() -> Iterator[Callable[[], None]]:
 
 @pytest.fixture
 def lab(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_sources: Callable[[], None]) -> Iterator[Laboratory]:
-    """The laboratory, without kernels. It is a copy, so that tests can edit its source."""
+    """Returns the laboratory without kernels. Its modules are copies, so tests can edit their source."""
     where = tmp_path / "lab"
     shutil.copytree(MODULES, where, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.syspath_prepend(str(where))

@@ -1,4 +1,4 @@
-"""Autotuning: measurements on the first call."""
+"""Tests autotuning: the first call of a description measures the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tokenspeed-kernel tune``, tested as a user runs it. The laboratory of these tests is its plugin."""
+"""Tests ``tokenspeed-kernel tune`` as a user runs it, with kernels that take prescribed times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refused(*words: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, settings_from: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Registers two kernels of rmsnorm, one of which waits. Returns the folder of the test's tuned results."""
+    """Registers two kernels of rmsnorm, one of which spends a prescribed time. Returns the folder of the test's tuned results."""
     settings_from(TUNED=str(tmp_path / "tuned"))
     where = tmp_path / "kernels"
     where.mkdir()

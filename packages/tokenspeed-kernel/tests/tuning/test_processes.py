@@ -1,4 +1,4 @@
-"""Tuners that are killed, and concurrent tuners: no entry is lost, and none is wrong."""
+"""Tests tuners that are killed and concurrent tuners: no entry may be lost or wrong."""
 
 from __future__ import annotations
 

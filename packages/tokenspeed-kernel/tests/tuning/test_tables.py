@@ -1,4 +1,4 @@
-"""Tables of tuned results: their entries, when an entry applies, and how invalid entries are handled."""
+"""Tests tables of tuned results: their entries, when an entry applies, and how invalid entries are handled."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_times_that_are_no_times_are_corrupt() -> None:
 
 
 def test_without_a_place_to_write_it_works_for_the_process(lab: Any, tmp_path: Path, settings_from: Callable[..., Any]) -> None:
-    """Not even root can write to a path below a regular file."""
+    """The folder of tuned results is below a regular file, so not even root can create it. Tuned results must apply in this process
+    all the same."""
     (tmp_path / "file").write_text("")
     settings_from(TUNED=str(tmp_path / "file" / "tuned"))
     lab.register("steady", "growing")

@@ -1,4 +1,4 @@
-"""Tuning: measured results decide the selection, by bucket of sizes, as long as they apply."""
+"""Tests that measured results decide the selection, by bucket of sizes, as long as they apply."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_configuration_reaches_the_kernel_and_the_explanation(lab: Any) -> Non
     assert outcome.gain > 2
     right = {"kernel": "settable", "config": {"wait": 300, "wrong": True}}
     (wrong,) = [t for t in outcome.trials if {"kernel": t.kernel, "config": dict(t.config)} == right]
-    if wrong.status is TrialStatus.FAILED:  # noise could make it the faster one
+    if wrong.status is TrialStatus.FAILED:  # noise could make the right configuration faster, which is then verified instead
         assert wrong.reason.startswith("verify: failed")
     x = torch.ones(2, 4)
     lab.calls().clear()

@@ -1,4 +1,4 @@
-"""Makes the modules of this folder importable, also for processes that tests start."""
+"""Makes the modules of this folder importable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels for tests: one that only waits, and one that sends vectors."""
+"""Two Triton kernels for tests: `spin` only waits, and `send` sends vectors to peer memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.comm._peers_device import push
 
 @triton.jit(do_not_specialize=["rank", "place"])
 def spin(turn, rank, place):  # type: ignore[no-untyped-def]
-    """Waits for 0 to 20 us. A hash of ``turn`` (a pointer to int64), rank and ``place`` determines the time. Half of the waits are
+    """Waits for 0 to 20 us. The time is a hash of the int64 that ``turn`` points to, the rank and ``place``. Half of the times are
     0."""
     mixed = (tl.load(turn) * 7919 + rank * 104729 + place * 1299709) & 0x3FFFFFFF
     mixed = (mixed * 1103515245 + 12345) & 0x3FFFFFFF

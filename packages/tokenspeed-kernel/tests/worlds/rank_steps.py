@@ -1,4 +1,5 @@
-"""Every operator between GPUs, one after another on the same peer memory, with exact results that are compared on the device."""
+"""Runs every operator between GPUs, one after another on the same peer memory. The results are exact, and are compared on the
+device."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ KINDS = ("one_shot", "two_shot")
 
 
 class Step:
-    """A step: inputs that depend on the number of earlier runs, the kernels' sums of them, and a comparison with the expected sums.
+    """Runs the operators of one rank with inputs that depend on the number of earlier runs, and compares the results with the
+    expected results.
 
-    Before and after each kernel this rank waits for a pseudo-random time, which depends on the rank, the index of the wait, and
-    the number of runs.
+    Before and after each kernel, this rank waits for a pseudo-random time. It depends on the rank, the index of the wait, and the
+    number of runs.
     """
 
     def __init__(self, group: ProcessGroup, rows: int, hidden: int, kind: str, dtype: torch.dtype = torch.float16) -> None:
@@ -33,11 +35,12 @@ class Step:
         return f"{self.kind}, {self.rows} x {self.hidden}, {self.dtype}"
 
     def values(self, rank: int) -> torch.Tensor:
-        """Small integers, so that their sums are exact."""
+        """A rank's input in this run: small integers, whose sums are exact."""
         return ((self.place * 7 + self.turn * 13 + rank * 29) % 17 - 8).to(self.dtype)
 
     def run(self) -> Iterator[None]:
-        """Runs kernel by kernel. A caller that runs several ranks in one process may wait at each yield."""
+        """Runs all operators once, and yields between kernels. A caller that runs several ranks in one process may synchronise at
+        each yield."""
         self.turn += 1
         self.pauses = 0
         group, kind = self.group, self.kind
@@ -50,7 +53,7 @@ class Step:
         fp8 = f"triton_{kind}_all_reduce_rmsnorm_quantize_fp8"
         q, scale, again = tk.all_reduce_rmsnorm_quantize(x, self.weight, group, tk.Quantization.fp8(), 1e-5, residual, override=fp8)
         yield from self.pause()
-        # The comparison is exact, because the same bits are quantised separately.
+        # The comparison is bitwise: the separate operator quantises the normed result of the same inputs.
         q_wanted, scale_wanted = tk.quantize_fp8(normed)
         self.mistakes += (q.view(torch.uint8) != q_wanted.view(torch.uint8)).sum() + (scale != scale_wanted).sum()
         self.mistakes += (again != summed).sum()
@@ -63,7 +66,7 @@ class Step:
         yield from self.send_rows(every)
 
     def send_rows(self, every: list[torch.Tensor]) -> Iterator[None]:
-        """Runs the operators that send rows, on the same peer memory."""
+        """Runs the operators that send rows between ranks, on the same peer memory."""
         group, size, rank = self.group, self.group.world_size, self.group.rank
         every_ids = [self.chosen(r) for r in range(size)]
         weights = (every_ids[rank] + 2).float()
@@ -116,7 +119,7 @@ class Step:
             pass
 
     def capture(self) -> None:
-        """Captures a run in a graph. A run outside a graph must precede the capture."""
+        """Captures a run in a CUDA graph. The caller must have run the step once outside a graph."""
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.run_once()
@@ -126,12 +129,12 @@ class Step:
         self.graph.replay()
 
     def outcome(self) -> tuple[int, int]:
-        """Returns the number of wrong elements, and a checksum that must be equal on all ranks."""
+        """Returns the number of wrong elements in all runs, and a checksum that must be equal on all ranks."""
         return int(self.mistakes), int(self.checksum)
 
 
 def wrong(outcomes: Sequence[tuple[int, int]]) -> str:
-    """Describes the faults in the ranks' outcomes; empty if there are none."""
+    """Describes the faults in the outcomes of all ranks; empty if there are none."""
     mistakes, checksums = zip(*outcomes, strict=True)
     if any(mistakes):
         return f"wrong elements by rank: {mistakes}"

@@ -1,4 +1,4 @@
-"""The benchmarks between GPUs on a CPU, and the table of a report."""
+"""Runs the benchmarks of operators between GPUs on a CPU, and tests the table of a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[4] / "docs" / "measurements.md"
 
 @pytest.fixture
 def benchmark(programs: Callable[[str], ModuleType]) -> Any:
-    """The benchmark's module, importable by the processes that it starts."""
+    """Returns the benchmark's module, made importable by the processes that it starts."""
     return programs("all_reduce")
 
 

@@ -1,5 +1,5 @@
-"""Operators between processes, run by several processes: on a CPU over gloo, where the kernels on peer memory are interpreted,
-and on GPUs.
+"""Tests operators between processes, in several processes: on GPUs, and on a CPU over gloo, where Triton interprets the kernels on
+peer memory.
 
 python packages/tokenspeed-kernel/tests/worlds/test_comm.py --ranks 2 --replays 10000     # the stress test alone, on GPUs
 """
@@ -40,7 +40,8 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the processes of a test interpret Triton. This process does not, because the setting would persist for other tests."""
+    """Makes the processes that a test starts interpret Triton. This process has imported Triton already and does not interpret
+    it."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
@@ -48,11 +49,12 @@ def comm_operators() -> list[Operator[Any, Any]]:
     return [op for op in operators() if op.family == "comm"]
 
 
-# -- the processes' functions; one world tests several things, because starting one takes seconds ---------------------------------
+# -- the functions that the processes run; one world of processes runs several tests, because starting it takes seconds
+# ---------------------------------
 
 
 def every_case(large: bool) -> dict[str, list[CaseResult]]:
-    """Runs each kernel of each operator on the cases for this number of ranks."""
+    """Verifies each kernel of each operator on the cases for this number of ranks. Returns the results by kernel."""
     found: dict[str, list[CaseResult]] = {}
     for op in comm_operators():
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
@@ -62,7 +64,8 @@ def every_case(large: bool) -> dict[str, list[CaseResult]]:
 
 
 def sums_of_peers() -> list[str]:
-    """Compares both protocols with sums that each rank computes itself. The shapes leave various contents in peer memory."""
+    """Compares the results of both protocols with sums that each rank computes itself. Returns the faults. Shapes change from call
+    to call, so peer memory has various old contents."""
     group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 16, two_shot_bytes=1 << 16)
     wrong = []
     shapes = [(1, 64), (5, 360), (2, 2048), (3, 264)]
@@ -82,7 +85,7 @@ def _wrong_sums(group: ProcessGroup, kind: str, rows: int, hidden: int, dtype: t
     every, residual, weight = draw(group.world_size, rows, hidden), draw(rows, hidden), draw(hidden)
     every[:, 0, :8] = -0.0  # the bit pattern that marks memory as not yet written
     total = every[0].float()
-    for other in every[1:]:  # in rank order, so that bits can be compared
+    for other in every[1:]:  # in rank order, like the kernels, so the bits are equal
         total = total + other.float()
     normed, summed = rmsnorm(total.to(dtype), weight, 1e-5, residual, solution="reference")
     x = every[group.rank].clone()
@@ -99,7 +102,7 @@ def _wrong_sums(group: ProcessGroup, kind: str, rows: int, hidden: int, dtype: t
 
 
 def calls_that_differ() -> list[str]:
-    """Makes calls that differ between ranks. Errors after which the group still works come first."""
+    """Makes calls that differ between ranks, and returns the errors. Errors after which the group still works come first."""
     rank = dist.get_rank()
     group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 14, two_shot_bytes=1 << 14)
     ones = functools.partial(torch.ones, device=group.device or "cpu")
@@ -136,10 +139,11 @@ def calls_that_differ() -> list[str]:
 
 
 def experts_of_ranks() -> list[float]:
-    """Returns the largest difference between the result of experts spread over the ranks and that of all experts on one rank."""
+    """Computes an MoE with its experts distributed over the ranks, and with all experts on one rank. Returns the largest difference
+    of each call."""
     group, differences = ProcessGroup.of(), []
     experts, hidden, top_k = 4 * group.world_size, 16, 3
-    for tokens, used in ((9, experts), (1, experts), (5, 4)):  # in the last one, only rank 0 has work
+    for tokens, used in ((9, experts), (1, experts), (5, 4)):  # in the last call, all selected experts are on rank 0
         generator = torch.Generator().manual_seed(tokens)
         draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: B023, E731
         w13, w2 = draw(experts, 24, hidden), draw(experts, hidden, 12)
@@ -158,7 +162,8 @@ def experts_of_ranks() -> list[float]:
 
 
 def ranks_out_of_step(replays: int, seed: int = 0) -> list[str]:
-    """Replays graphs of several calls in a random order, with other values each time, on ranks with random delays.
+    """Replays graphs of several calls in a random order that all ranks share, with other values each time and random delays of each
+    rank. On a CPU, runs the calls without graphs.
 
     Returns:
         The faults, by graph.
@@ -203,7 +208,7 @@ def one_stays_away() -> str:
 
 
 def one_is_killed() -> None:
-    """One rank is killed while the other rank's kernel waits for it."""
+    """Kills rank 1 while the other rank's kernel waits for it."""
     group = ProcessGroup.with_peer_memory()
     group.peer_time_limit_s = 0.5
     x = torch.ones(64, 64, device="cuda")
@@ -216,7 +221,7 @@ def one_is_killed() -> None:
 
 
 def compiled() -> float:
-    """Returns the largest difference between a compiled function and a direct call."""
+    """Returns the largest difference between the results of a compiled function and of a direct call."""
     group = ProcessGroup.with_peer_memory()
     x, weight = torch.randn(4, 64, device="cuda"), torch.randn(64, device="cuda")
     function = torch.compile(lambda x: tk.all_reduce_rmsnorm(x, weight, group) + 1, fullgraph=True, backend="aot_eager")
@@ -261,7 +266,7 @@ def test_experts_of_ranks() -> None:
 
 
 def test_protocols_by_size() -> None:
-    """The size of a message determines the protocol, by a table that is the same in every process."""
+    """The size of a message must determine the protocol by a table that is the same in every process."""
     assert [one_shot_most(size) for size in (2, 3, 4, 5, 8, 16)] == [ONE_SHOT_MOST[size] for size in (2, 3, 4, 8, 8, 8)]
     memory = PeerMemory(1, 4, torch.device("cpu"), 1 << 20, 1 << 20)
     assert memory.protocol(ONE_SHOT_MOST[4], CHUNK) == ONE_SHOT
@@ -269,7 +274,7 @@ def test_protocols_by_size() -> None:
     assert memory.protocol(1 << 20, CHUNK) == TWO_SHOT
     assert memory.protocol((1 << 20) + CHUNK, CHUNK).startswith("none: ")
     assert memory.protocol(100, CHUNK) == "none: 100 bytes are no multiple of 16"
-    # Rows are rounded up to multiples of `UNIT`, and a rank's part to whole rows.
+    # The size of a row is rounded up to a multiple of `UNIT`, and each rank's share to whole rows.
     assert PeerMemory(0, 2, torch.device("cpu"), 5 * UNIT, 0).protocol(5 * 16, 16) == ONE_SHOT
     assert (
         PeerMemory(0, 2, torch.device("cpu"), 5 * UNIT, 0).protocol(6 * 16, 16)
@@ -279,7 +284,8 @@ def test_protocols_by_size() -> None:
 
 
 def test_memory_of_ranks_does_not_overlap() -> None:
-    """Messages of two ranks to a third use disjoint memory, in both halves of the double buffer, and stay within its memory."""
+    """Messages of two ranks to rank 0 must use disjoint memory, in both halves of the double buffer, and must stay within rank 0's
+    memory."""
     size = 3
     memories = [PeerMemory(rank, size, torch.device("cpu"), 3 * UNIT, 7 * UNIT) for rank in range(size)]
     bases = [10**6 * (rank + 1) for rank in range(size)]
@@ -292,7 +298,7 @@ def test_memory_of_ranks_does_not_overlap() -> None:
             one = sender.one_shot[to_first] + turn * size * sender.one_shot_bytes
             two = sender.two_shot[to_first] + turn * size * sender.share_bytes
             spans += [(one, one + sender.one_shot_bytes), (two, two + sender.share_bytes)]
-    # A row's sum has one sender: its owner.
+    # Sums of rows may share an address, because each row's sum has one sender, the row's owner.
     assert {sender.sums[size - 1 - sender.rank] for sender in memories[1:]} == {memories[0].sums_source}
     for turn in range(2):
         begin = memories[0].sums_source + turn * memories[0].two_shot_bytes
@@ -304,7 +310,8 @@ def test_memory_of_ranks_does_not_overlap() -> None:
 
 
 def test_no_vector_is_sent_by_several_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A duplicate vector could arrive after the vector was read, and be mistaken for a vector of a later call."""
+    """Compilation must fail if several threads would send the same vector. A duplicate could arrive after the vector was read, and
+    be mistaken for a vector of a later call."""
     from rank_kernels import send
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

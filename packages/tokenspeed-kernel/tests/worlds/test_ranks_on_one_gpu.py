@@ -1,4 +1,4 @@
-"""Ranks that are streams of one process on one GPU. This tests everything that runs between GPUs, except the link between them.
+"""Tests operators between GPUs on one GPU: each rank is a stream of one process. Everything but the link between GPUs is tested.
 
 python packages/tokenspeed-kernel/tests/worlds/test_ranks_on_one_gpu.py --ranks 4 --replays 10000
 """
@@ -31,7 +31,7 @@ one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"
 
 
 def groups_on_one_gpu(size: int, nbytes: int = 1 << 22) -> list[ProcessGroup]:
-    """Makes one group for each rank, with the other ranks' memory as peer memory."""
+    """Makes one group for each rank. The peer memory of all ranks is on this GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
     memories = [PeerMemory(rank, size, device, nbytes, nbytes) for rank in range(size)]
     words = [torch.full((memory.nbytes // 4,), SENTINEL, dtype=torch.int32, device=device) for memory in memories]
@@ -48,8 +48,8 @@ def groups_on_one_gpu(size: int, nbytes: int = 1 << 22) -> list[ProcessGroup]:
 
 @contextlib.contextmanager
 def share_the_gpu(size: int) -> Iterator[None]:
-    """Limits the grid of each launch, so that the CTAs of all ranks fit on the GPU together with those of each rank's next
-    launch (PDL)."""
+    """Limits the grid of each launch. The CTAs of all ranks must fit on the GPU together with the CTAs of each rank's next launch
+    (PDL)."""
     most, kept = torch.cuda.get_device_properties(0).multi_processor_count // (2 * size), _exchange.most_programs
     _exchange.most_programs = _rows.most_programs = lambda config, device: most
     try:
@@ -59,7 +59,8 @@ def share_the_gpu(size: int) -> Iterator[None]:
 
 
 def run_together(steps: list[Step], streams: list[torch.cuda.Stream]) -> None:
-    """Runs a step of each rank and synchronises after each yield: loading a kernel while another rank waits would deadlock."""
+    """Runs the step of each rank, and synchronises after each yield. Loading a kernel while another rank's kernel waits would
+    deadlock."""
     runs = [step.run() for step in steps]
     while runs:
         left = []
@@ -71,7 +72,7 @@ def run_together(steps: list[Step], streams: list[torch.cuda.Stream]) -> None:
 
 
 def out_of_step(size: int, replays: int, seed: int = 0) -> list[str]:
-    """Replays the graphs of each rank in one order, with other values each time and random delays. Returns the faults."""
+    """Replays all ranks' graphs in the same order, with other values each time and random delays. Returns the faults."""
     groups, streams = groups_on_one_gpu(size), [torch.cuda.Stream() for _ in range(size)]
     for stream in streams:  # nothing may allocate memory while ranks wait for one another
         with torch.cuda.stream(stream):
@@ -83,7 +84,7 @@ def out_of_step(size: int, replays: int, seed: int = 0) -> list[str]:
         for index, (rows, hidden) in enumerate(SHAPES)
         for kind in KINDS
     ]
-    torch.cuda.synchronize()  # other streams read it next
+    torch.cuda.synchronize()  # the tensors were made on this stream, and other streams read them next
     for steps in made:
         run_together(steps, streams)
         for step in steps:
@@ -125,7 +126,8 @@ def test_ranks_out_of_step(size: int) -> None:
 @pytest.mark.nvidia
 @one_gpu
 def test_a_rank_that_stays_away_ends_the_wait() -> None:
-    """Runs in a separate process, because the process loses its device context."""
+    """A kernel that waits for a rank too long must fail. The test runs in a separate process, because the failure destroys the
+    device context."""
     done = subprocess.run([sys.executable, __file__, "--stay-away"], capture_output=True, text=True, check=False)
     assert "launch failure" in done.stdout, done.stderr
 

@@ -1,4 +1,4 @@
-"""Functions that run in several processes: their results, their errors, and clean-up."""
+"""Tests functions that run in several processes: their results, their errors, and clean-up."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ GLOO = {"world_size": 2, "backend": "gloo"}
 
 @pytest.fixture(autouse=True)
 def _processes_find_this_module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes this module importable for other processes. pytest imports it without adding its folder to sys.path. The folder above
-    must not be added, because it has another module named triton."""
+    """Makes this module importable in other processes, and checks that no process is left. pytest imports the module without adding
+    its folder to sys.path. The parent folder must not be added, because it has another module named triton."""
     monkeypatch.syspath_prepend(FOLDER)
     yield
     assert multiprocessing.active_children() == []
@@ -47,7 +47,7 @@ def test_a_process_that_is_alone() -> None:
         assert gap(2, torch.device("cuda")) == "2 processes need a GPU each, there are 0"
 
 
-# The processes' functions. One world tests several things, because starting one takes seconds.
+# The functions that the processes run. One world of processes runs several tests, because starting it takes seconds.
 
 
 def everything_that_works(name: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def everything_that_works(name: str) -> dict[str, Any]:
 
 
 def everything_that_is_wrong() -> list[str]:
-    """Makes wrong calls. Errors after which the group still works come first."""
+    """Makes calls that differ between ranks, and returns the errors. Errors after which the group still works come first."""
     rank, group = dist.get_rank(), ProcessGroup.of()
     said = []
     for x in (torch.ones(2 + rank), torch.ones(4, dtype=torch.float32 if rank else torch.bfloat16)):
@@ -108,7 +108,7 @@ def wait_for_ever() -> None:
 
 
 def one_dies() -> None:
-    """One process dies while the other waits forever, outside of the group's collectives."""
+    """Kills the process of rank 1 while the other process waits forever, outside of the group's collectives."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if dist.get_rank() == 1:
         store.wait(["the other waits"])
@@ -142,7 +142,7 @@ def test_a_world_returns_results() -> None:
 
 
 def test_ranks_that_do_not_agree() -> None:
-    """Ranks that do not agree get an error at the first call of a description, before anything is sent."""
+    """Ranks whose calls differ must get an error at the first call of a description, before anything is sent."""
     (shapes, dtypes, late), second = run_world(everything_that_is_wrong, 2)
     assert [shapes, dtypes] == second
     assert "got all_reduce(x: float32 [2]) on rank 0, all_reduce(x: float32 [3]) on rank 1" in shapes
@@ -151,7 +151,7 @@ def test_ranks_that_do_not_agree() -> None:
 
 
 def test_errors_come_with_their_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "_LINGER_S", math.inf)  # so that each error states its own fault
+    monkeypatch.setattr(worlds, "_LINGER_S", math.inf)  # the world waits for the errors of all ranks
     with pytest.raises(WorldError, match=r"(?s)rank 1 of 2: .*in both_fail.*KeyError: 'a") as caught:
         run_world(both_fail, 2, ("a reason",))
     assert sorted(caught.value.ranks) == [0, 1]
@@ -159,7 +159,7 @@ def test_errors_come_with_their_tracebacks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_others_do_not_wait_for_one_that_died() -> None:
-    """If the survivor waited for the dead process, this test would never end."""
+    """When one process has died, the world must end with an error instead of waiting for the other process."""
     with pytest.raises(WorldError, match=r"^rank 1 of 2: ended without a result") as caught:
         run_world(one_dies, 2)
     assert caught.value.ranks == (1,)

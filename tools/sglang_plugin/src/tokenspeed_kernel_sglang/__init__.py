@@ -1,5 +1,5 @@
-"""SGLang on tokenspeed-kernel, through SGLang's public hooks. SGLang calls `register` in each of its processes; users need not call
-it.
+"""Runs SGLang's layers on tokenspeed-kernel, through SGLang's public hooks. SGLang calls `register` in each of its processes; users
+need not call it.
 
 Importing this package imports neither SGLang nor PyTorch.
 """
@@ -17,10 +17,11 @@ __all__ = ["__version__", "receipt", "register"]
 
 
 def register() -> None:
-    """Registers the parts that the settings enable: the entry point ``tokenspeed_kernel`` of ``sglang.srt.plugins``.
+    """Registers the parts that the settings enable. This function is the entry point ``tokenspeed_kernel`` in the group
+    ``sglang.srt.plugins``.
 
-    May be called any number of times. If the installed SGLang lacks the hook of a part, the part is skipped with one line in the
-    log. SGLang then uses its own code for this part.
+    The function may be called any number of times. If the installed SGLang lacks a hook that a part needs, the part is skipped,
+    with one line in the log. SGLang then uses its own code for this part.
 
     Raises:
         ValueError: a setting has an invalid value. The message names the setting and the value.
@@ -32,8 +33,8 @@ def register() -> None:
 
 
 def receipt() -> Receipt:
-    """Returns which layers of this process run on which kernels, and why others run on SGLang's own kernels. ``str()`` is a
-    table.
+    """Returns the receipt of this process: which layers run on which kernels, and why other layers run on SGLang's own kernels.
+    ``str()`` makes a table.
     """
     from tokenspeed_kernel_sglang.record import receipt_of_process
 

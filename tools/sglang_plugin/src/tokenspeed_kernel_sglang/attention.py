@@ -1,4 +1,4 @@
-"""The attention backend: metadata of a batch, cache writes, and attention over SGLang's paged KV cache."""
+"""SGLang's attention backend ``tokenspeed``: metadata of a batch, cache writes, and attention over SGLang's paged KV cache."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class Metadata:
         seq_lens: int32 ``[batch]``, the length of each sequence, including new tokens.
         max_seq_len: an upper bound of seq_lens.
         page_table: int32 ``[batch, pages]``, page indices in the KV pool of layers without a window (the full pool).
-        window_table: int32 ``[batch, pages]``, page indices in the pool of sliding-window layers; page_table if there is one pool.
-        window_slots: ``[tokens]``, the slots of new tokens in the pool of sliding-window layers; None if there is one pool.
+        window_table: int32 ``[batch, pages]``, page indices in the KV pool of sliding-window layers; equals page_table if there is
+            only one pool.
+        window_slots: ``[tokens]``, the slots of new tokens in the KV pool of sliding-window layers; None if there is only one pool.
         cu_seqlens_q: int32 ``[batch + 1]``, the first query row of each sequence; None for decode batches.
         max_query_len: the largest number of new tokens of any sequence.
     """
@@ -37,8 +38,8 @@ class Metadata:
 
 
 class TokenspeedBackend(AttentionBackend):
-    """Attention of decoders with one KV head per group of query heads: extend with a cached prefix, and decode; also in CUDA
-    graphs.
+    """Attention of decoders with one KV head per group of query heads. Batches extend sequences after a cached prefix, or decode.
+    Decode batches can be captured in CUDA graphs.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -87,7 +88,7 @@ class TokenspeedBackend(AttentionBackend):
         self.forward_metadata = metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocates the buffers that captured graphs read."""
+        """Allocates the metadata buffers that captured graphs read."""
         device = self.req_to_token.device
         pages = -(-self.context_len // self.page_size)
         table = torch.zeros(max_bs, pages, dtype=torch.int32, device=device)
@@ -100,7 +101,8 @@ class TokenspeedBackend(AttentionBackend):
         )
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Writes a decode batch's metadata to the buffers, before a capture and before each replay. Does not wait for the device.
+        """Writes a decode batch's metadata to the buffers that captured graphs read. SGLang calls this method before a capture and
+        before each replay. Does not wait for the device.
 
         Raises:
             ValueError: the graph is for prefills or for speculative decoding. The message names the option to change.
@@ -114,7 +116,7 @@ class TokenspeedBackend(AttentionBackend):
             raise RuntimeError("init_cuda_graph_state must run before graphs are captured")
         static, batch = self._graph, forward_batch.batch_size
         lengths = forward_batch.seq_lens[:batch]
-        # A capture does not depend on the cache's contents, so its page tables keep their zeros.
+        # During a capture, the contents of the page tables do not matter, so only the first page of each sequence is written.
         longest = 1 if in_capture else int(forward_batch.seq_lens_cpu[:batch].max())
         static.seq_lens[:batch].copy_(lengths)
         table, window_table = self._tables(forward_batch.req_pool_indices[:batch], longest)
@@ -132,16 +134,16 @@ class TokenspeedBackend(AttentionBackend):
         )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of a padding sequence. It has one token, in the slot that SGLang reserves for padding."""
+        """Returns the length of a padding sequence: one token, which is in the slot that SGLang reserves for padding."""
         return 1
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **options: Any
     ) -> Tensor:
-        """Writes the new keys and values, and runs attention with one new token of each sequence.
+        """Writes the new keys and values to the cache, and runs attention with one new token of each sequence.
 
         Args:
-            q: ``[tokens, heads * head_dim]``, or with separate axes; may be slices of qkv's rows.
+            q: ``[tokens, heads * head_dim]`` or ``[tokens, heads, head_dim]``; may be slices of qkv's rows.
             k, v: ``[tokens, kv_heads, dim]``.
             layer: SGLang's `RadixAttention`.
             forward_batch: the batch.
@@ -152,7 +154,8 @@ class TokenspeedBackend(AttentionBackend):
             ``[tokens, heads * v_head_dim]``.
 
         Raises:
-            ValueError: a layer or an argument was not expected. The message names it.
+            ValueError: the layer was not found when the model was built, or an argument is not supported. The message names the
+                layer or the argument.
         """
         return self._run(q, k, v, layer, forward_batch, save_kv_cache, options)
 
@@ -201,7 +204,7 @@ class TokenspeedBackend(AttentionBackend):
         return out.flatten(1)
 
     def _tables(self, requests: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Returns the page tables of full layers and of window layers, for sequences of at most ``longest`` tokens."""
+        """Returns two page tables, for layers without and with a window. They cover sequences of at most ``longest`` tokens."""
         slots = self.req_to_token[requests, : longest : self.page_size]
         table = torch.div(slots, self.page_size, rounding_mode="floor").int()
         if not self.two_pools:
@@ -213,7 +216,7 @@ class TokenspeedBackend(AttentionBackend):
         return self.pool.translate_loc_from_full_to_swa(slots) if self.two_pools else None
 
     def _caches(self, layer: Any) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of a layer as caches ``[pages, page_size, kv_heads, dim]``."""
+        """Returns views of a layer's key and value caches, ``[pages, page_size, kv_heads, dim]``."""
         k, v = (get(layer.layer_id) for get in (self.pool.get_key_buffer, self.pool.get_value_buffer))
         return k.unflatten(0, (-1, self.page_size)), v.unflatten(0, (-1, self.page_size))
 

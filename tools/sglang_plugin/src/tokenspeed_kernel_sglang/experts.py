@@ -1,4 +1,5 @@
-"""The quantisation ``mxfp4``: experts of GPT-OSS run on the core's kernels if one is eligible, otherwise on SGLang's kernels."""
+"""Replaces SGLang's quantisation ``mxfp4``. Experts of GPT-OSS run on a kernel of the core if one is eligible, otherwise on
+SGLang's own."""
 
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ from torch import Tensor
 from tokenspeed_kernel_base.served import NotServedError, plan_for
 from tokenspeed_kernel_sglang.record import record
 
-# Type Any: calls with options in a dict match none of the operators' overloads for type checkers.
+# The type is Any, because calls with options in a dict match no overload of the operators for type checkers.
 OPS: Any = import_module("tokenspeed_kernel")
 
 # Number of values that share a scale, and number of values per byte.
 BLOCK, PACKED = 32, 2
 # A rank's intermediate features are rounded up to a multiple of this number, as SGLang's loader of GPT-OSS expects.
 ROUNDING = 64
-# The runner backends with which SGLang's router returns top-k weights and ids. In newer releases the quantisation method determines
-# what the router returns.
+# The runner backends with which SGLang's router returns top-k weights and ids. In newer releases of SGLang, the quantisation method
+# determines what the router returns.
 STANDARD = ("auto", "triton")
 
 
 class GptOssConfig(Mxfp4Config):
-    """SGLang's configuration of MXFP4 checkpoints, but experts with an eligible kernel of ours run on this kernel."""
+    """SGLang's configuration of MXFP4 checkpoints, except that experts run on a kernel of ours if one is eligible."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Returns the quantisation method of a layer. If experts fall back to SGLang's own method, one line of the log gives the
@@ -49,7 +50,8 @@ class GptOssConfig(Mxfp4Config):
 
 
 class GptOssExperts(FusedMoEMethodBase):
-    """Experts of one layer: SGLang's router chooses the experts, and the core's `moe_apply` computes their weighted sum."""
+    """Computes the experts of one layer: SGLang's router selects the experts, and the core's `moe_apply` computes their weighted
+    sum."""
 
     def __init__(self, layer: Any) -> None:
         """
@@ -73,7 +75,7 @@ class GptOssExperts(FusedMoEMethodBase):
         with_bias: bool = False,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Adds the parameters that SGLang's loader fills, under the names that it expects. Padding stays zero."""
+        """Adds the parameters that SGLang's loader fills, under the names that the loader expects. Padding stays zero."""
         h, i = hidden_size, self.plan.intermediate_size
         shapes = {
             "w13_weight": (2 * i, h // PACKED),
@@ -90,13 +92,11 @@ class GptOssExperts(FusedMoEMethodBase):
             set_weight_attrs(parameter, extra_weight_attrs)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        """Stores SGLang's configuration. None of SGLang's runners is needed."""
+        """Stores SGLang's configuration. No runner is made, because the experts use none of SGLang's."""
         self.moe_runner_config = moe_runner_config
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Rearranges the weights for the plan's kernel. Original weights that the kernel does not need are dropped to save
-        memory.
-        """
+        """Rearranges the weights for the plan's kernel. Drops original weights that the kernel does not read, to save memory."""
         names = [f"{part}_{name}" for part in ("w13", "w2") for name in ("weight", "weight_scale", "weight_bias")]
         given = [getattr(layer, name).data for name in names]
         self.weights = OPS.moe_apply.prepare(OPS.MoEWeights(*given), self.plan)
@@ -114,11 +114,11 @@ class GptOssExperts(FusedMoEMethodBase):
                 experts of other ranks are -1.
 
         Returns:
-            SGLang's result object, with ``[tokens, hidden]`` of this rank's experts and shards. SGLang adds the results of other
-            ranks.
+            SGLang's result object, with the sum ``[tokens, hidden]`` over this rank's experts and shards. SGLang adds the results
+            of other ranks.
 
         Raises:
-            ValueError: the router returned another form.
+            ValueError: the router did not return weights and ids of experts.
         """
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 

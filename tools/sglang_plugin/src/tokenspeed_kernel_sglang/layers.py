@@ -1,6 +1,7 @@
-"""Norms, activations and rotary embeddings, as hooks around the methods to which SGLang's custom operators dispatch on a GPU.
+"""Hooks that run norms, activations and rotary embeddings on our kernels. They wrap the methods that SGLang's custom operators call
+on a GPU.
 
-A hook receives SGLang's method first. If our kernels do not support a call, the hook calls SGLang's method.
+The first argument of a hook is SGLang's method. If our kernels do not support a call, the hook calls SGLang's method.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from torch import Tensor
 from tokenspeed_kernel_base.served import NotServedError, kernel_for
 from tokenspeed_kernel_sglang.record import record
 
-# Type Any: calls with options in a dict match none of the operators' overloads for type checkers.
+# The type is Any, because calls with options in a dict match no overload of the operators for type checkers.
 OPS: Any = import_module("tokenspeed_kernel")
 
 
 def rms_norm(original: Callable[..., Any], norm: Any, x: Tensor, residual: Tensor | None = None, *more: Any, **options: Any) -> Any:
-    """Runs SGLang's ``RMSNorm``. With a residual, the normalised result is written to x and the sum to the residual, as SGLang
-    does.
+    """Runs SGLang's ``RMSNorm``. With a residual, the normalised result is written to x, and the sum to the residual, as in
+    SGLang's method.
 
     Args:
         original: SGLang's method.
         norm: the module.
         x: ``[..., hidden]``.
         residual: x's shape; added to x before the norm.
-        more, options: ``post_residual_addition``, which is added to the residual first; any other argument runs SGLang's method.
+        more, options: ``post_residual_addition``, which is added to the residual first. With any other argument, SGLang's method
+            runs.
     """
     added = more[0] if more else options.get("post_residual_addition")
     others = len(more) > 1 or any(value is not None for name, value in options.items() if name != "post_residual_addition")
@@ -80,8 +82,8 @@ def rope(
         rotary: the module, with ``cos_sin_cache`` of float32 ``[max_positions, rotary_dim]``.
         positions: ``[tokens]``.
         query, key: ``[tokens, heads * head_dim]``, which may be slices of qkv's rows.
-        more, options: with any further argument SGLang's method runs, for example with a cache that SGLang's fused kernel also
-            writes.
+        more, options: further arguments. If there are any, SGLang's method runs. An example is a cache that SGLang's fused kernel
+            also writes.
     """
     size = rotary.head_size
     features = {
@@ -98,7 +100,7 @@ def rope(
     return query, key
 
 
-# Part -> SGLang's methods that are hooked, each with our function.
+# Part -> the names of SGLang's methods that are hooked, each with the hook.
 HOOKS: dict[str, dict[str, Callable[..., Any]]] = {
     "norms": {"sglang.srt.layers.layernorm.RMSNorm.forward_cuda": rms_norm},
     "activations": {
@@ -116,7 +118,7 @@ def _batch_invariant() -> bool:
 
 
 def _served(part: str, kind: str, features: dict[str, bool], operator: str, x: Tensor, **facts: Any) -> bool:
-    """Returns whether a call runs on our kernels. Each new kind of call is recorded for the receipt."""
+    """Returns whether a call runs on our kernels. Records the decision for each new kind of call in the receipt."""
     wanted = tuple(feature for feature, asked in features.items() if asked)
     return _decide(part, kind, wanted, operator, x.shape[-1], x.dtype, x.device, tuple(facts.items()))
 

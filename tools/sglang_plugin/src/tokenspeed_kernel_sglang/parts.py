@@ -12,13 +12,13 @@ from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_sglang.record import logger, record
 from tokenspeed_kernel_sglang.settings import Settings
 
-# The name of our attention backend, and the backend of SGLang for models that our backend does not support.
+# The name of our attention backend, and SGLang's backend that runs models that our backend does not support.
 BACKEND, FALLBACK = "tokenspeed", "triton"
 # The name of the quantisation of GPT-OSS's experts.
 QUANTIZATION = "mxfp4"
-# SGLang's built-in backends whose names select our backend in this process.
+# The names of SGLang's built-in backends that select our backend in this process.
 _replaced: set[str] = set()
-# SGLang's methods that have a hook of ours in this process.
+# The names of SGLang's methods that this plugin has hooked in this process.
 _hooked: set[str] = set()
 
 
@@ -28,7 +28,7 @@ def register_parts(settings: Settings) -> None:
     for found in wrong:
         logger.error("tokenspeed_kernel_sglang: %s; %s", found, found.remedy)
     if any(found.name == "tokenspeed-kernel" for found in wrong):
-        return  # the other project's functions with the same names have other meanings
+        return  # the other project's core has functions of the same names with other meanings
     parts: list[tuple[str, bool, Callable[[], None]]] = [
         ("attention", settings.attention, lambda: _register_attention(settings.attention_replaces)),
         ("experts", settings.experts, _register_experts),
@@ -62,8 +62,8 @@ def _register_attention(replaced: tuple[str, ...]) -> None:
 
 
 def _factory(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a factory of our backend. For models that our backend does not support, the factory makes SGLang's backend
-    ``own``.
+    """Returns a function that makes our backend for a model. For models that our backend does not support, it calls ``own``, which
+    makes SGLang's backend.
     """
 
     def create(runner: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Records which layers run on which kernels. Each new decision is one line of the log; all decisions together are the receipt."""
+"""Records which layers run on which kernels. Each new decision is logged in one line. The receipt has all decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _rows: dict[tuple[str, str, tuple[str, ...], str], Row] = {}
 
 
 def record(part: str, kind: str, kernels: tuple[str, ...] = (), reason: str = "", layers: int = 1) -> None:
-    """Records and logs a decision for layers of one kind. If the decision is recorded already, only its number of layers grows, and
+    """Records and logs a decision for layers of one kind. If the decision is recorded already, its number of layers grows, and
     nothing is logged.
     """
     key = (part, kind, kernels, reason)
@@ -29,5 +29,5 @@ def receipt_of_process() -> Receipt:
 
 
 def forget() -> None:
-    """Empties the record, for tests."""
+    """Removes all recorded decisions. For tests."""
     _rows.clear()

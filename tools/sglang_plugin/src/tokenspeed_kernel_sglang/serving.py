@@ -21,11 +21,11 @@ class LayerShape:
     """The properties that decide which kernels are eligible for a layer.
 
     Attributes:
-        heads, kv_heads, head_dim, v_head_dim: numbers of heads and head widths on this rank.
+        heads, kv_heads, head_dim, v_head_dim: numbers of heads on this rank, and widths of heads.
         dtype: dtype of queries and outputs.
         cache_dtype: dtype of keys and values in the cache.
         page_size: number of tokens per page.
-        window_left: number of visible tokens before the token itself; -1 for all.
+        window_left: number of tokens before the token itself that it attends to; -1 for all.
         logit_cap: soft cap of the scores; 0 for none.
         sinks: whether each head has a sink.
         device: the layer's device.
@@ -64,7 +64,7 @@ class LayerShape:
 
     @property
     def scaled(self) -> bool:
-        """Whether the cache holds quantised keys and values, with a scale."""
+        """Whether the cache holds quantised keys and values, which have a scale."""
         return self.cache_dtype != self.dtype
 
     def __str__(self) -> str:
@@ -110,7 +110,8 @@ def find_serving(shape: LayerShape) -> Serving:
             reasons.append(str(error))
     if not found:
         raise NotServedError("\n".join(reasons))
-    # With equal priorities, `mha_with_kvcache` is preferred: its kernels also balance one-token sequences of mixed batches.
+    # With equal priorities, `mha_with_kvcache` is preferred, because its kernels also balance the load of one-token sequences in
+    # mixed batches.
     kernel, operator, options = max(found, key=lambda one: one[0].priority)
     return Serving(operator, (decode.name, kernel.name, store.name), options)
 
@@ -147,7 +148,8 @@ def shapes_of_layers(runner: Any) -> Counter[LayerShape]:
     return shapes
 
 
-# Options of the engine that our backend does not support, with the value that means "off".
+# Option of the engine that our backend does not support -> the feature's name for messages, and the value that turns the feature
+# off.
 OPTIONS: dict[str, tuple[str, Any]] = {
     "speculative_algorithm": ("speculative decoding", None),
     "dcp_size": ("decode context parallelism", 1),
@@ -177,7 +179,7 @@ def _refuse(asked: dict[str, bool]) -> None:
 
 
 def _arguments(shape: LayerShape, name: str) -> dict[str, Any]:
-    """Returns the arguments of an operator's call with one sequence and one new token."""
+    """Returns the arguments of a call of the operator ``name`` with one sequence and one new token."""
     device, pages, kv_heads = shape.device, 2, shape.kv_heads
     k_cache, v_cache = (
         torch.empty(pages, shape.page_size, kv_heads, dim, dtype=shape.cache_dtype, device=device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 PREFIX = "TOKENSPEED_SGLANG_"
 _FLAGS = {"1": True, "0": False}
-# The switches and their defaults. Parts that replace SGLang's own kernels in every model stay off until they are measured.
+# The switches and their defaults. The parts NORMS, ACTIVATIONS and ROPE affect every model, and stay off until they are measured.
 _SWITCHES = {"ATTENTION": "1", "EXPERTS": "1", "NORMS": "0", "ACTIVATIONS": "0", "ROPE": "0"}
 _REPLACES = "ATTENTION_REPLACES"
 
@@ -19,9 +19,10 @@ class Settings:
 
     Attributes:
         attention: whether the attention backend ``tokenspeed`` is registered (``TOKENSPEED_SGLANG_ATTENTION``).
-        attention_replaces: built-in attention backends whose names also select ours (``TOKENSPEED_SGLANG_ATTENTION_REPLACES``,
-            separated by commas). SGLang accepts only built-in names for some models, such as GPT-OSS.
-        experts: whether MXFP4 experts run on our kernels if one is eligible (``TOKENSPEED_SGLANG_EXPERTS``).
+        attention_replaces: names of built-in attention backends that also select our backend
+            (``TOKENSPEED_SGLANG_ATTENTION_REPLACES``, separated by commas). SGLang accepts only built-in names for some models,
+            such as GPT-OSS.
+        experts: whether MXFP4 experts run on one of our kernels, if one is eligible (``TOKENSPEED_SGLANG_EXPERTS``).
         norms: whether RMS norms run on our kernels if one is eligible (``TOKENSPEED_SGLANG_NORMS``).
         activations: whether gated SiLU and GELU run on our kernels if one is eligible (``TOKENSPEED_SGLANG_ACTIVATIONS``).
         rope: whether rotary embeddings run on our kernels if one is eligible (``TOKENSPEED_SGLANG_ROPE``).

@@ -1,5 +1,5 @@
-"""Runs transformers on tokenspeed-kernel, through public hooks: `enable` puts a model on our kernels, and returns which layer runs
-on which kernel.
+"""Runs models of transformers on tokenspeed-kernel, through public hooks. `enable` switches a model's layers to our kernels, and
+returns which layer runs on which kernel.
 
 Importing this package imports neither transformers nor PyTorch.
 """
@@ -35,8 +35,8 @@ def register() -> None:
 
 
 def enable(model: Any, *, attention: bool = True, experts: bool = True, norms: bool = True, gated_mlps: bool = True) -> Receipt:
-    """Puts the layers of a loaded model on our kernels, if kernels are eligible on the model's device. All other layers remain as
-    they were.
+    """Switches the layers of a loaded model to our kernels, if kernels are eligible on the model's device. All other layers remain
+    unchanged.
 
     Args:
         model: a `PreTrainedModel` with its weights, on its device, in its dtype.
@@ -47,8 +47,8 @@ def enable(model: Any, *, attention: bool = True, experts: bool = True, norms: b
         gated_mlps: whether gated MLPs run on our kernels.
 
     Returns:
-        The layers with their kernels, and the reasons why other layers run on none of our kernels. ``str()`` is a table, which is
-        also logged.
+        The receipt: the layers with their kernels, and the reasons why other layers run on none of our kernels. ``str()`` makes a
+        table. The table is also logged.
     """
     from tokenspeed_kernel_transformers.enabling import enable_parts
 

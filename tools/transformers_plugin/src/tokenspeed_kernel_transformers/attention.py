@@ -1,4 +1,4 @@
-"""Attention of a layer, for transformers' ``AttentionInterface``. Our kernels run batches for which the mask function
+"""The attention function for transformers' ``AttentionInterface``. Our kernels run the batches for which the mask function
 `masks.attention_mask` made a `Batch`.
 """
 
@@ -38,7 +38,8 @@ def attention_forward(
         scaling: the factor of the dot products q·k; None means ``1 / sqrt(head_dim)``.
         softcap: if positive, the cap of the scores.
         s_aux: ``[heads]``, sinks.
-        others: further arguments of transformers' own attention. The window is not read, because the mask contains the window.
+        others: further arguments of transformers' own attention. An argument for the window is ignored, because the `Batch`
+            contains the window.
 
     Returns:
         The output ``[batch, q_length, heads, v_head_dim]``, and the probabilities if transformers' eager attention ran.
@@ -64,7 +65,8 @@ def attention_forward(
 
 
 def _ragged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dict[str, Any]) -> Tensor:
-    """Computes a prefill. If the batch has several rows, keys and values are copied, because rows are not adjacent in a cache."""
+    """Computes the attention of a prefill. If the batch has several rows, keys and values are copied, because rows are not adjacent
+    in a cache."""
     tokens = query.shape[2]
     q, k, v = (_rows(states[:, :, :tokens]) for states in (query, key, value))
     out: Tensor = OPS.mha_prefill(q, k, v, batch.table, max_seqlen=tokens, **options)
@@ -100,16 +102,16 @@ def _rows(states: Tensor) -> Tensor:
 
 
 def _pages(states: Tensor) -> Tensor:
-    """Views a cache ``[batch, heads, tokens, dim]`` as pages of one token, ``[pages, 1, heads, dim]``. Page p begins at token p of
-    head 0.
+    """Views a cache ``[batch, heads, tokens, dim]`` as pages of one token, ``[pages, 1, heads, dim]``. Page p begins p tokens after
+    the cache's first token.
 
-    A page table names only pages that begin in head 0 of some row. So the named pages do not overlap.
+    A page table refers only to pages that begin in head 0 of some row. So the pages that it refers to do not overlap.
     """
     rows, heads, tokens, dim = states.shape
     row = row_pages(heads, tokens)
     _, of_head, of_token, of_element = states.stride()
     if of_element != 1 or (rows > 1 and states.stride(0) != row * of_token):
-        # A contiguous tensor may have any stride where a dimension has one element.
+        # In a contiguous tensor, an axis of one element may have any stride. So the strides are computed from the sizes.
         states, of_head, of_token = states.contiguous(), tokens * dim, dim
     pages = (rows - 1) * row + tokens
     return states.as_strided((pages, 1, heads, dim), (of_token, of_token, of_head, 1))

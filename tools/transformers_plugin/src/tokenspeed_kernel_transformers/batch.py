@@ -1,10 +1,10 @@
-"""The description of a batch: an int32 tensor that the mask function passes to the attention function. There is one tensor for each
-forward pass and kind of layer.
+"""A `Batch` describes a batch. It is packed into an int32 tensor, which the mask function passes to the attention function. There
+is one tensor for each forward pass and kind of layer.
 
-transformers carries a mask from the mask function to the layers only if it is a tensor of four dimensions. A batch is such a
-tensor, ``[1, layout, window, entries]``. ``entries`` is the size of a table of integers. ``layout`` and ``window`` are expanded
-dimensions without storage. Their sizes are values that a layer must know on the host. So no layer waits for the device, and
-``torch.compile`` sees these values as constants.
+transformers passes a mask from the mask function to the layers only if the mask is a tensor of four dimensions. So a packed batch
+is such a tensor, ``[1, layout, window, entries]``. ``entries`` is the length of the table `Batch.table`. ``layout`` and ``window``
+are expanded dimensions without storage. Their sizes encode values that a layer must know on the host. So no layer waits for the
+device, and ``torch.compile`` treats these values as constants.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Values of `Batch.layout`, the size of a dimension. Both differ from 1, the size of this dimension in ordinary masks.
+# Values of `Batch.layout`, which is the size of a dimension of the packed batch. In ordinary masks this dimension has the size 1.
 RAGGED, PAGED = 2, 3
 
 
@@ -24,8 +24,8 @@ class Batch:
     """The data that a layer's attention needs about a batch.
 
     Attributes:
-        layout: RAGGED: the keys are those of the query tokens only. PAGED: the keys are in a cache with pages of one token.
-        window_left: number of visible tokens before each token; -1 means all of them.
+        layout: RAGGED: there are keys for the query tokens only. PAGED: the keys are in a cache with pages of one token.
+        window_left: number of tokens before each token that it attends to; -1 means all.
         table: int32. RAGGED: ``[sequences + 1]``, the cumulative lengths of the sequences. PAGED: ``[batch * (1 + tokens)]``, the
             number of visible tokens of each row, then the page numbers of each row, oldest token first.
     """
@@ -53,5 +53,5 @@ def row_pages(heads: int, tokens: int) -> int:
 
 
 def kv_heads_of(config: Any) -> int:
-    """Returns the number of KV heads in a model's configuration; single layers may have another number."""
+    """Returns the number of KV heads in a model's configuration. Some layers may have another number of heads."""
     return getattr(config, "num_key_value_heads", None) or 1

@@ -1,4 +1,4 @@
-"""Puts a model on our kernels, part by part."""
+"""Switches the parts of a model to our kernels: attention, experts, norms, gated MLPs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def _attention_layers(model: Any) -> list[Any]:
 
 
 def _attention(model: Any) -> list[Row]:
-    """Switches the attention of the whole model to our kernels, if kernels are eligible for all of its layers."""
+    """Switches the attention of the whole model to our kernels, if kernels are eligible for all of its layers. Returns the rows of
+    the receipt."""
     counts = Counter(_shape_of(layer) for layer in _attention_layers(model))
     outcomes: dict[_Shape, tuple[tuple[str, ...], str]] = {}
     for shape in counts:
@@ -107,7 +108,7 @@ def _shape_of(layer: Any) -> _Shape:
 
 
 def _attention_kernels(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """Returns the kernels of three calls, each with one sequence: a prefill, a decode step, and several new tokens after cached
+    """Yields the kernels of three calls, each with one sequence: a prefill, a decode step, and several new tokens after cached
     tokens.
     """
 
@@ -144,7 +145,8 @@ def _attention_kernels(shape: _Shape, dtype: torch.dtype, device: torch.device) 
 
 
 def _mixers(model: Any) -> list[Row]:
-    """Lists the layers that have a recurrent state instead of attention. They stay on transformers' code."""
+    """Returns receipt rows for the layers that have a recurrent state instead of attention. These layers run transformers' own
+    code."""
     attention = set(map(id, _attention_layers(model)))
     counts = Counter(
         type(module).__name__
@@ -160,8 +162,8 @@ def _experts_layers(model: Any) -> list[Any]:
 
 
 def _experts(model: Any) -> list[Row]:
-    """Arranges the weights of all experts. If a kernel is eligible for each layer of experts, switches all experts of the model to
-    these kernels.
+    """Arranges the weights of all experts for their kernels. If a kernel is eligible for every layer, switches all experts of the
+    model to these kernels; if not, drops the arranged weights. Returns the rows of the receipt.
     """
     counts: Counter[tuple[str, str]] = Counter()
     reasons: Counter[tuple[str, str]] = Counter()
@@ -192,7 +194,7 @@ def _top_k_of(config: Any) -> int:
 
 
 def _replaced(model: Any, part: str, found: Iterable[tuple[str, Any]], replacement: Callable[[Any], Any]) -> list[Row]:
-    """Replaces the modules of a part one by one. Modules for which no kernel is eligible remain."""
+    """Replaces the modules ``found`` one by one, except those for which no kernel is eligible. Returns the rows of the receipt."""
     kernels: dict[tuple[str, str], str] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for name, own in found:

@@ -1,5 +1,5 @@
-"""Experts of a mixture-of-experts layer, for transformers' ``ExpertsInterface``. transformers routes the tokens, and `moe_apply`
-computes the experts."""
+"""The experts function for transformers' ``ExpertsInterface``. transformers routes the tokens of a mixture-of-experts layer, and
+`moe_apply` computes the experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTRIBUTE = "tokenspeed_arranged"
 
 @dataclass
 class Arranged:
-    """A layer's weights in the layout that the selected kernel reads, and the plan with this kernel.
+    """A layer's plan, which names the selected kernel, and the layer's weights in the layout that this kernel reads.
 
     Attributes:
         plan: the core's `MoEPlan`.
@@ -70,8 +70,8 @@ def arrange(module: torch.nn.Module, top_k: int) -> Arranged:
     layer: Any = module
     refused = {
         "experts without a gate": not layer.has_gate,
-        # Older releases lack these two attributes. Then it is unknown whether experts are divided among ranks, so any process group
-        # counts as expert parallelism.
+        # Older releases of transformers lack these two attributes, so it is unknown whether experts are divided among ranks. Any
+        # process group then counts as expert parallelism.
         "a norm after each expert": getattr(layer, "has_post_expert_norm", False),
         "experts divided among ranks": getattr(layer, "_is_expert_parallel", torch.distributed.is_initialized()),
         f"weights of {layer.gate_up_proj.dtype}": not layer.gate_up_proj.is_floating_point() or layer.gate_up_proj.itemsize < 2,
@@ -110,8 +110,8 @@ def forget(module: torch.nn.Module) -> None:
 
 
 def _activation(layer: Any) -> dict[str, Any]:
-    """Returns the plan's options for a layer's activation. To find them, the layer's activation is compared with the core's on a
-    few values.
+    """Returns the plan's options for a layer's activation. The options are found by comparing the layer's activation with the
+    core's `swiglu` on random values.
     """
     interleaved = not layer.is_concatenated
     candidates = [{"alpha": 1.0, "limit": None, "beta": 0.0}]
@@ -131,7 +131,8 @@ def _activation(layer: Any) -> dict[str, Any]:
 def _packed(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """Returns a layer's weight packed as MXFP4, ``(values, scales)``; None if MXFP4 does not represent the weight exactly.
 
-    Experts are packed one at a time. So the check needs little memory, and stops at the first expert that is not exact.
+    Experts are packed one at a time. So the check needs little memory, and stops at the first expert that MXFP4 does not represent
+    exactly.
     """
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32) or weight.shape[2] % _BLOCK:
         return None

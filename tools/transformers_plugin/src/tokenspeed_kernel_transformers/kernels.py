@@ -9,7 +9,7 @@ from tokenspeed_kernel_base.served import NotServedError, kernel_for
 
 __all__ = ["OPS", "NotServedError", "kernel_of"]
 
-# Type Any: calls with options in a dict match none of the operators' overloads for type checkers.
+# The type is Any, because calls with options in a dict match no overload of the operators for type checkers.
 OPS: Any = import_module("tokenspeed_kernel")
 
 

@@ -1,7 +1,7 @@
 """Norms and gated MLPs that replace a model's own modules, by PyTorch's ``set_submodule``.
 
-The parameters keep their names, so saving and loading work as before. The class of a module does not tell its formula. So the
-module is called once, and its results are compared with our formula.
+The parameters keep their names, so saving and loading work as before. The formula of a module does not follow from its class. So
+each module is called once, and its results are compared with our formula.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class RMSNorm(torch.nn.Module):
-    """An RMS norm that calls `rmsnorm`, which rounds once. Many of transformers' own norms also round before the multiplication by
-    the weight."""
+    """An RMS norm that calls the operator `rmsnorm`, which rounds once. Many of transformers' own norms also round before they
+    multiply by the weight."""
 
     def __init__(self, own: Any) -> None:
         """
         Args:
-            own: the model's norm, which computes calls with gradients.
+            own: the model's norm. It still runs calls with gradients enabled.
 
         Raises:
             NotServedError: the module does not compute our formula of an RMS norm, or no kernel is eligible.
@@ -40,7 +40,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.weight = _parameter(own, "weight")
         self.eps = self.variance_epsilon = _eps(own)
-        self.own = [own]  # in a list, so that its parameter is not registered twice
+        self.own = [own]  # in a list, because PyTorch would otherwise register its parameter a second time
         # Some norms multiply by 1 + weight instead of weight.
         self.offset = self._offset()
         self.kernel = kernel_of("rmsnorm", x=self.weight.new_empty(1, len(self.weight)), weight=self.weight.data, eps=self.eps)
@@ -111,7 +111,7 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``[..., hidden]`` to ``[..., hidden]``."""
-        # torch.compile cannot trace writes to a slice of a tensor, and fuses the activation itself.
+        # torch.compile cannot trace the writes to slices of a tensor below, and fuses the activation itself.
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._formula(x)
         rows = x.flatten(0, -2)

@@ -1,4 +1,5 @@
-"""The mask function. It describes a batch for `attention.attention_forward`, or makes a mask for transformers' own attention."""
+"""The mask function for transformers' ``AttentionMaskInterface``. It describes a batch for `attention.attention_forward`, or makes
+a mask for transformers' own attention."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def attention_mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor:
-    """Returns the mask of a forward pass, for transformers' ``AttentionMaskInterface``.
+    """Returns the mask of a forward pass for one kind of layer.
 
     Args:
         batch_size, q_length: number of rows, and number of query tokens of each row.
@@ -40,7 +41,7 @@ def attention_mask(
         kv_offset: position of the first key.
         mask_function: the pattern of visible tokens, as a function of positions.
         attention_mask: bool ``[batch, positions]``, False for padding. None if there is no padding.
-        local_size: the window of layers with a sliding window, in tokens, including the token itself.
+        local_size: the sliding window in tokens, including the token itself; None for layers without a window.
         device: where the mask is made.
         config: the model's configuration.
         others: further arguments of transformers' ``sdpa_mask``.
@@ -78,7 +79,8 @@ def attention_mask(
 
 
 def _window_of(mask_function: Callable[..., Any], local_size: int | None, kv_length: int) -> int:
-    """Returns ``window_left`` of a causal mask pattern. Raises NotServedError for every other pattern."""
+    """Returns ``window_left`` of a causal mask pattern. Raises NotServedError for every other pattern, and if gradients are
+    enabled."""
     if torch.is_grad_enabled():
         raise NotServedError("gradients are enabled, and kernels are for inference: call the model under torch.inference_mode()")
     if local_size is None:
@@ -93,7 +95,7 @@ def _window_of(mask_function: Callable[..., Any], local_size: int | None, kv_len
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Returns whether two functions have the same code and enclose the same values."""
+    """Returns whether two functions have the same code and the same closure values."""
     if inspect.isfunction(one) and inspect.isfunction(other) and one is not other:
         enclosed = (inspect.getclosurevars(one).nonlocals, inspect.getclosurevars(other).nonlocals)
         return one.__code__ is other.__code__ and _same(*(tuple(values.items()) for values in enclosed))
@@ -103,8 +105,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_first(q_offset: int | Tensor) -> bool:
-    """Returns whether the cache held no token before. With a static cache, this function waits for the device once per prefill, as
-    transformers does.
+    """Returns whether the cache was empty before this forward pass. With a static cache, this function waits for the device once
+    per prefill, as transformers does.
     """
     if isinstance(q_offset, Tensor) and torch.compiler.is_compiling():
         raise NotServedError("the length of a static cache cannot be read while torch.compile traces a prefill")
@@ -112,7 +114,8 @@ def _is_first(q_offset: int | Tensor) -> bool:
 
 
 def _ragged(batch: int, tokens: int, padding: Tensor | None, device: Any, window_left: int) -> Batch:
-    """Returns the batch of a prefill. Padding on the left of a row becomes a separate sequence, which no token of the row sees.
+    """Returns the batch of a prefill. Padding on the left of a row becomes a separate sequence, to which no token of the row
+    attends.
 
     Padding on the right needs no handling, because it comes after every token of the row.
     """
@@ -149,8 +152,8 @@ def _paged(
         known = torch.nn.functional.pad(padding, (0, max(begin + tokens - padding.shape[1], 0)))
         known = known[:, begin : begin + tokens] & (token < new)
         lengths = known.sum(1)
-        # With a window or with several queries, visibility depends on positions, so padding must not lie between tokens. For a
-        # single query without a window, the page table may skip padding anywhere.
+        # With a window or with several queries, the tokens to attend to depend on positions, so padding between tokens is not
+        # supported. For a single query without a window, the page table may skip padding anywhere.
         if (window_left >= 0 or q_length > 1) and not _contiguous(known, new - lengths, new):
             raise NotServedError("there is padding between a row's tokens")
         pages = known.int().argsort(dim=1, descending=True, stable=True)

@@ -1,6 +1,6 @@
-"""Runs tuners that are killed, and concurrent tuners.
+"""Runs tuners in processes that are killed, and concurrent tuners.
 
-``harness.py kill TURNS`` runs the first, ``harness.py together TUNERS ENTRIES`` the second.
+``harness.py kill TURNS`` kills TURNS tuners. ``harness.py together TUNERS ENTRIES`` runs TUNERS tuners at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEVICE = tuned.Device.of(cpu_platform())
 
 
 def made_up(rows: int, kernel: str = "gone") -> tuned.Entry:
-    """An entry whose integrity a reader can check: the microseconds equal the rows."""
+    """Returns an entry whose microseconds equal its rows, so a reader can check that the entry is intact."""
     result = tuned.Result(kernel, {"rows": rows}, float(rows), None, "f" * 16)
     traits = {"width": 4, "padding": "x" * 500}
     return tuned.Entry("testing.other", "x: float32", traits, {"rows": rows}, DEVICE, (result,), "", dict(tuned.toolchain()))
@@ -41,7 +41,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def check(path: Path) -> int:
-    """Reads the file and checks that a tuner wrote every entry. Returns the number of entries."""
+    """Reads the file and asserts that every entry is one that a tuner wrote. Returns the number of entries."""
     entries = parse_table(path.read_bytes()) if path.exists() else []
     for entry in entries:
         if entry.operator == "testing.other":

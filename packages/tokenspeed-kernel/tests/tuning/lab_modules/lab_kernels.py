@@ -11,21 +11,21 @@ def _add(x, out):
 
 
 def steady(x, out):
-    """Takes the same time for any number of rows."""
+    """Takes 400 microseconds for any number of rows."""
     calls.append(("steady", {}))
     lab_clock.spend(400)
     return _add(x, out)
 
 
 def growing(x, out):
-    """Takes time for each row."""
+    """Takes 20 microseconds per row."""
     calls.append(("growing", {}))
     lab_clock.spend(20 * x.shape[0])
     return _add(x, out)
 
 
 def settable(x, out, *, wait=3000, wrong=False):
-    """Takes the time that its configuration states."""
+    """Takes ``wait`` microseconds, and gives a wrong result if ``wrong``."""
     calls.append(("settable", {"wait": wait, "wrong": wrong}))
     lab_clock.spend(wait)
     result = _add(x, out)
@@ -39,7 +39,7 @@ def writing(x, total, *, wait=3000):
 
 
 def fragile(x, out, *, good_for=10**6):
-    """Takes less time than the other kernels, until it fails."""
+    """Takes no time, and fails after ``good_for`` calls."""
     calls.append(("fragile", {"good_for": good_for}))
     if sum(name == "fragile" for name, _ in calls) > good_for:
         raise RuntimeError("no more of it")

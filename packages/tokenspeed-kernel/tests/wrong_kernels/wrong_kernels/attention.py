@@ -1,4 +1,5 @@
-"""Attention in plain PyTorch that reads no value on the host, as a GPU kernel must not do. `Fault` selects the fault."""
+"""Attention kernels in plain PyTorch, each with one fault, which a `Fault` selects. Like GPU kernels, they read no values on the
+host."""
 
 import dataclasses
 import math
@@ -8,11 +9,11 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    window_edge: int = 0  # extra tokens within the window
-    narrow_window: bool = False  # the window is converted to bytes in int32, which overflows
+    window_edge: int = 0  # number of extra tokens that the window admits
+    narrow_window: bool = False  # the window's size is computed in bytes in int32, which overflows
     lse_scale: float = 1.0
-    sink_scaled: bool = False  # the sink is scaled like scores
-    widest_head: int = 1 << 20  # number of elements of a head that are used
+    sink_scaled: bool = False  # the sink is multiplied by the softmax scale, like scores
+    widest_head: int = 1 << 20  # elements of a head beyond this number are ignored
     nan_where_nothing_is_seen: bool = False
     looks_up_every_page: bool = False
 
@@ -88,7 +89,7 @@ def hidden_sync(
     q, k, v, cu_seqlens, cu_seqlens_cpu, max_seqlen, window_left, logit_cap, sinks, return_lse, softmax_scale, q_scale, k_scale,
     v_scale, out,
 ):  # fmt: skip
-    """Reads the longest sequence's length on the host, to drop a longer window."""
+    """Reads the longest sequence's length on the host, and ignores a window that is longer."""
     longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     window = -1 if window_left >= longest else window_left
     return _prefill(NONE, q, k, v, cu_seqlens, window, logit_cap, sinks, return_lse, softmax_scale, out)
@@ -107,7 +108,8 @@ def _make_decode(fault=NONE):
         for b in range(len(cache_seqlens)):
             length = cache_seqlens[b]
             entries = page_table[b]
-            kept = (entries >= 0).repeat_interleave(page_size, output_size=len(positions))  # other tokens are outside of the window
+            # Pages with a negative entry are outside of the window.
+            kept = (entries >= 0).repeat_interleave(page_size, output_size=len(positions))
             if not fault.looks_up_every_page:
                 reached = torch.arange(0, len(positions), page_size, device=q.device) < length
                 entries = torch.where(reached & (entries >= 0), entries, 0)

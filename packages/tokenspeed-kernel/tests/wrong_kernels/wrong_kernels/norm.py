@@ -1,4 +1,4 @@
-"""RMS norms in plain PyTorch."""
+"""RMS norm kernels in plain PyTorch: a correct kernel, and kernels with one fault each."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def ignored_out(x, weight, eps, residual, out, residual_out):
 
 
 def mutated_input(x, weight, eps, residual, out, residual_out):
-    """Adds the residual into x, to save a buffer."""
+    """Adds the residual to x in place, which overwrites an input."""
     if residual is None:
         return right_rmsnorm(x, weight, eps, None, out, None)
     total = x.add_(residual)
@@ -32,7 +32,7 @@ _calls = itertools.count()
 
 
 def not_deterministic(x, weight, eps, residual, out, residual_out):
-    """Multiplies in an order that changes from call to call, like that of atomic additions."""
+    """Multiplies in an order that changes from call to call, as the order of atomic additions would."""
     total = x if residual is None else x + residual
     wide = total.double() if x.dtype == torch.float64 else total.float()
     scale, weight = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), weight.to(wide.dtype)

@@ -1,4 +1,4 @@
-"""The registered declarations: each kernel's declaration is correct, except for the fault in the kernel's name."""
+"""Declares and registers the kernels. Each wrong kernel has the fault in its name, and is otherwise declared correctly."""
 
 import torch
 

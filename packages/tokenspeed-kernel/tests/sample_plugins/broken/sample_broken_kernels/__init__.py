@@ -1,1 +1,1 @@
-"""A package for tests, with one plugin for each mistake that a plugin can make."""
+"""A package for tests. Each of its plugins has one mistake."""

@@ -1,4 +1,4 @@
-"""A kernel whose parameters differ from the operator's. The mistake is found when the module is imported."""
+"""A kernel whose parameters differ from the operator's. The mistake is found when the kernel is imported."""
 
 
 def silu_and_mul(x): ...

@@ -1,4 +1,4 @@
-"""The kernels of the plugin. Their results are wrong on purpose, so that a test sees which kernel ran."""
+"""The kernels of the plugin. Their results are wrong on purpose, so a test can tell which kernel ran."""
 
 import torch
 

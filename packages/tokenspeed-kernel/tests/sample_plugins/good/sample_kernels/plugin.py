@@ -1,4 +1,4 @@
-"""The module that the core imports: declarations without implementations."""
+"""The plugin's module, which the core imports. It declares kernels without importing their implementations."""
 
 from tokenspeed_kernel_base.registry import register_kernel
 
