@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel import KernelRegistry, get_operator
-from tokenspeed_kernel.workbench.packing import prepared_by_shape
+from tokenspeed_kernel.workbench.packing import Outcome, _completed, prepared_by_shape
 from tokenspeed_kernel_base import config, packs, storage
+from tokenspeed_kernel_base.compilation import Compilation
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
 
@@ -47,13 +49,14 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
 
     with tk.shape_capture(tmp_path / "calls"):
         norm(64)
-        tk.mm(halves(16, 256), halves(256, 512))
+        for rows in (16, 15):  # the same program
+            tk.mm(halves(rows, 256), halves(256, 512))
     folder = tmp_path / "pack"
     shown = json.loads(pack("build", tmp_path / "calls", "--arch", "sm_90a", "-o", folder, "--json"))
-    assert {(each["compiler"], each["operator"]) for each in shown["programs"]} == {
-        ("Triton", "norm.rmsnorm"),
+    assert sorted((each["compiler"], each["operator"]) for each in shown["programs"]) == [
         ("CuteDSL", "gemm.mm"),
-    }
+        ("Triton", "norm.rmsnorm"),
+    ]
     manifest = packs.read_pack(folder).manifest
     assert manifest["arch"] == "sm_90"
     assert {each["kernel"] for each in manifest["calls"]} == {"triton_rmsnorm", "cutedsl_mm_float16"}
@@ -72,7 +75,7 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
             assert torch.allclose(norm(64), halves(2, 64))
             with pytest.raises(tk.CompilationForbiddenError, match=r"rmsnorm_kernel is not compiled .* norm\.rmsnorm"):
                 norm(128)
-        kept = [config for config in mm_program.configs() if mm_program._packed(config) is not None]
+        kept = [config for config in mm_program.configs() if mm_program.packed(config) is not None]
         assert [config.dtype for config in kept] == ["float16"]
     assert len(tk.compilations()) == compiled
     assert not (tmp_path / "programs").exists()
@@ -118,6 +121,18 @@ def test_what_cannot_be_packed(tmp_path: Path) -> None:
     assert "no-such-model is no file, and no preset" in said
     assert "unknown platform 'gtx'" in pack("build", "gpt-oss-120b", "--arch", "gtx", "-o", tmp_path / "pack", code=2)
     assert "is not used: pack.json cannot be read" in pack("check", tmp_path, code=2)
+
+
+def test_a_postponed_program_that_fails() -> None:
+    """Every call that needs a failed program gets the compiler's error. Only the first call that needs a program counts it."""
+    made, failed = Future[Compilation](), Future[Compilation]()
+    made.set_result(Compilation("good", "CuteDSL", "gemm.mm", "kernel", "call", 1.0))
+    failed.set_exception(ValueError("too many registers"))
+    first = _completed(Outcome("gemm.mm", "first"), [made], [made])
+    assert [program.program for program in first.compiled] == ["good"]
+    assert not _completed(Outcome("gemm.mm", "again"), [made], []).compiled
+    for new in ([failed], []):
+        assert _completed(Outcome("gemm.mm", "bad"), [made, failed], new).error == "ValueError: too many registers"
 
 
 SERVE = """

@@ -353,7 +353,7 @@ def test_programs_come_from_packs_first(scaling: Any, tmp_path: Path, monkeypatc
     with monkeypatch.context() as other:
         other.setattr(_programs, "toolchain", lambda: ("nvidia-cutlass-dsl 9.9",))
         with pytest.warns(storage.StorageWarning, match="programs of cutedsl .*nvidia-cutlass-dsl"):
-            assert fresh(scaling)._packed(config) is None
+            assert fresh(scaling).packed(config) is None
     (file,) = (pack / "cutedsl").iterdir()
     damaged = file.read_bytes()[:-1] + b"?"
     file.unlink()  # not overwritten: this process has mapped the library

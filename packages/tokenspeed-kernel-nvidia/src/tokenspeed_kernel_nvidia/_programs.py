@@ -181,13 +181,13 @@ class Program(Generic[ConfigT]):
         file = self.file(config)
         return file is not None and any(whole for _, whole in _kept(file))
 
-    def _told(self, config: ConfigT) -> str:
+    def description(self, config: ConfigT) -> str:
         """Returns the program's name in messages of the compile policy."""
         return f"{self.name} {config}"
 
     def _compiled(self, config: ConfigT) -> Any:
         """Compiles the program during a call, if the compile policy allows compilation."""
-        started = compilation.start(self._told(config), "CuteDSL")
+        started = compilation.start(self.description(config), "CuteDSL")
         compiled = self.compile(config)
         started.finish()
         return compiled
@@ -196,10 +196,10 @@ class Program(Generic[ConfigT]):
         backend = current()
         with self._loading:
             if (backend, config) not in self._loaded:
-                self._loaded[backend, config] = backend.launcher(self._cached(config))
+                self._loaded[backend, config] = backend.load(self, config)
             return self._loaded[backend, config]
 
-    def _packed(self, config: ConfigT) -> Launch | None:
+    def packed(self, config: ConfigT) -> Launch | None:
         """Loads the program from a pack; None if no pack has the program. An emulator has its own cache and uses no packs, because
         packs are for GPUs."""
         if current().directory() is not None:
@@ -208,8 +208,10 @@ class Program(Generic[ConfigT]):
         path = packs.find(COMPILER, [name + suffix for suffix in SUFFIXES], toolchain())
         return None if path is None else _loaded(path)
 
-    def _cached(self, config: ConfigT) -> Launch:
-        packed = self._packed(config)
+    def cached(self, config: ConfigT) -> Launch:
+        """Returns the program for a configuration, from a pack, from the cache, or compiled now. A call of the program also keeps
+        the returned function."""
+        packed = self.packed(config)
         if packed is not None:
             return packed
         file = self.file(config)
@@ -218,7 +220,8 @@ class Program(Generic[ConfigT]):
         found = _read(file)
         if found is not None:
             return found
-        compilation.refuse_if_forbidden(self._told(config))  # before waiting for another process, which takes as long as compiling
+        # Refuse before waiting for another process, because waiting takes as long as compiling.
+        compilation.refuse_if_forbidden(self.description(config))
         with _alone(file):
             found = _read(file)  # another process may have written the file meanwhile
             if found is None:

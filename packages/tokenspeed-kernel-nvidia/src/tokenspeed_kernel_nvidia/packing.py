@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from tokenspeed_kernel_base.compilation import Caller, Compilation, calling_kernel
 from tokenspeed_kernel_base.platform import PlatformInfo
 from tokenspeed_kernel_nvidia import _programs
 from tokenspeed_kernel_nvidia.program_backend import Backend, Launch, use_backend
@@ -18,14 +21,53 @@ from tokenspeed_kernel_nvidia.program_backend import Backend, Launch, use_backen
 COMPILER = _programs.COMPILER
 
 
+@dataclass(frozen=True)
+class _Postponed:
+    """The compilation of a program into the current cache.
+
+    Attributes:
+        program, config: the program and its configuration.
+        caller: a kernel's call that needs the program.
+    """
+
+    program: _programs.Program[Any]
+    config: Any
+    caller: Caller = field(compare=False)
+
+    def __call__(self) -> Compilation:
+        begun = time.perf_counter()
+        self.program.cached(self.config)
+        return Compilation(self.program.description(self.config), "CuteDSL", *self.caller, time.perf_counter() - begun)
+
+
 class _NoLaunches(Backend):
-    """A backend that compiles and loads programs as for a GPU, and launches nothing."""
+    """A backend that compiles programs as for a GPU, and launches nothing.
 
-    def launcher(self, launch: Launch) -> Launch:
-        def skip(*arguments: Any) -> None:
-            """Launches nothing."""
+    Args:
+        postpone: function that receives the compilation of each program that is not in the cache. None to compile a program, or to
+            load it from a pack, when a call needs it.
+    """
 
-        return skip
+    def __init__(self, postpone: Callable[[_Postponed], None] | None) -> None:
+        self._postpone = postpone
+
+    def load(self, program: _programs.Program[Any], config: Any) -> Launch:
+        postpone = self._postpone
+        if postpone is None:
+            program.cached(config)
+        if postpone is None or program.is_kept(config):
+            return _skip
+
+        def needs(*arguments: Any) -> None:
+            """Postpones the compilation. Calls that launch a program do so again, because the program is loaded only once."""
+            postpone(_Postponed(program, config, calling_kernel() or Caller("", "", "")))
+
+        needs()
+        return needs
+
+
+def _skip(*arguments: Any) -> None:
+    """Launches nothing."""
 
 
 def toolchain() -> list[str]:
@@ -43,12 +85,18 @@ def _default_stream(device: int) -> int:
 
 
 @contextlib.contextmanager
-def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
+def compiling_into(folder: Path, platform: PlatformInfo, postpone: Callable[[_Postponed], None] | None = None) -> Iterator[None]:
     """Context manager: inside the ``with`` block, programs are compiled into ``folder``, and kernel launches do nothing. Launchers
-    keep the functions that launch nothing, so kernels of this process do not run after the block either."""
+    keep the functions that launch nothing, so kernels of this process do not run after the block either.
+
+    Args:
+        folder: the cache directory.
+        platform: the device. It has no effect here, because each program states its architecture.
+        postpone: see `tokenspeed_kernel.workbench.packing`.
+    """
     os.environ[_programs.VARIABLE] = str(folder)
     # Launchers keep a workspace per stream, so they query the current stream. PyTorch's CPU builds lack the function for this
     # query. The replacement returns 0.
     no_stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _default_stream, create=True)
-    with use_backend(_NoLaunches()), no_stream:
+    with use_backend(_NoLaunches(postpone)), no_stream:
         yield

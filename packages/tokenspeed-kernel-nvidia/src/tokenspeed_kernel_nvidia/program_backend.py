@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenspeed_kernel_nvidia._programs import Program
 
 Launch = Callable[..., Any]
 """A compiled program: a function of tensors and scalars that launches the kernel."""
@@ -29,6 +32,10 @@ class Backend:
             The result of ``build``.
         """
         return build("")
+
+    def load(self, program: Program[Any], config: Any) -> Launch:
+        """Returns a program for a configuration, from a pack, from the cache, or compiled now."""
+        return self.launcher(program.cached(config))
 
     def launcher(self, launch: Launch) -> Launch:
         """Wraps a program that was just compiled or loaded from the cache. Callers use the returned function instead of the

@@ -6,8 +6,13 @@ configurations are those of the device. Worker processes share the work.
 
 A compiler is declared by an entry point of the group ``tokenspeed_kernel.packing``. The entry point is a module with ``COMPILER``,
 the compiler's name; ``toolchain()``, the compiler's versions; ``is_program(name)``, whether a file belongs in a pack; and
-``compiling_into(folder, platform)``, a context manager in which the compiler compiles into a folder and launches nothing.
+``compiling_into(folder, platform, postpone)``, a context manager in which the compiler compiles into a folder and launches nothing.
 `tokenspeed_kernel.workbench.packing.triton` is this module for Triton.
+
+A compiler that takes seconds per program should postpone compilations. Otherwise several processes would wait for one program that
+all their calls need, and a call's programs would be compiled one after the other. Such a compiler passes a `Postponed` to
+``postpone`` for each program that the folder lacks. The worker processes compile each postponed program once, after the calls. If
+``postpone`` is None, nothing may be postponed.
 """
 
 from __future__ import annotations
@@ -22,8 +27,8 @@ import os
 import shutil
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -52,6 +57,9 @@ BUILDING = ".building"
 _UNCOMPILED = frozenset({"reference", "torch"})
 
 Call = tuple[str, Case]
+
+Postponed = Callable[[], Compilation]
+"""Compiles one program into the folder of the pack. It is hashable and can be pickled. Equal values compile the same program."""
 
 
 def device_of(arch: str) -> PlatformInfo:
@@ -182,16 +190,41 @@ def run(source: Source, arch: str, cache: Path, pack: Path | None, jobs: int) ->
         pack: a pack to check: nothing is compiled, and outcomes name programs that the pack does not have. None: compile.
         jobs: the number of processes.
     """
-    count = len(source.calls())
     context = multiprocessing.get_context("spawn")  # the compilers' threads do not survive a fork
     work = (source, arch, str(cache), str(pack) if pack else None)
-    with ProcessPoolExecutor(min(jobs, count), mp_context=context, initializer=_begin, initargs=work) as pool:
-        running = [pool.submit(_run, index) for index in range(count)]
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=work) as pool:
+        running = [pool.submit(_run, index) for index in range(len(source.calls()))]
+        compiling: dict[Postponed, Future[Compilation]] = {}
+        unfinished: list[tuple[Outcome, list[Postponed], list[Postponed]]] = []
         try:
-            yield from (done.result() for done in as_completed(running))
+            for done in as_completed(running):
+                outcome, needed = done.result()
+                new = [each for each in needed if each not in compiling]
+                compiling |= {each: pool.submit(each) for each in new}
+                if needed:
+                    unfinished.append((outcome, needed, new))
+                else:
+                    yield outcome
+            for outcome, needed, new in unfinished:
+                yield _completed(outcome, [compiling[each] for each in needed], [compiling[each] for each in new])
         except BaseException:  # an interrupt, or the iterator was closed
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _completed(outcome: Outcome, needed: Sequence[Future[Compilation]], new: Sequence[Future[Compilation]]) -> Outcome:
+    """Waits for the postponed programs that a call needs. Returns the call's outcome with the programs that were compiled for it,
+    or with the first error.
+
+    Args:
+        outcome: the outcome of running the call.
+        needed: the compilations of all postponed programs that the call needs.
+        new: those of them that no earlier call needed.
+    """
+    error = next((error for error in (compiled.exception() for compiled in needed) if error is not None), None)
+    if error is not None:
+        return dataclasses.replace(outcome, error=outcome.error or f"{type(error).__name__}: {error}")
+    return dataclasses.replace(outcome, compiled=(*outcome.compiled, *(compiled.result() for compiled in new)))
 
 
 def _gather(source: Path, target: Path, compiler: Any) -> None:
@@ -214,6 +247,7 @@ def _distributions() -> dict[str, str]:
 # -- a worker process --------------------------------------------------------------------------------------------------------------
 
 _calls: list[Call] = []
+_postponed: list[Postponed] = []  # by the call that is running
 _open = contextlib.ExitStack()  # stays open until the process ends
 
 
@@ -236,11 +270,18 @@ def _begin(source: Source, arch: str, cache: str, pack: str | None) -> None:
     platform = _open.enter_context(use_platform(dataclasses.replace(device_of(arch), pretended=False, emulated=True)))
     _open.enter_context(torch.no_grad())
     for compiler in compilers():
-        _open.enter_context(compiler.compiling_into(Path(cache) / compiler.COMPILER, platform))
+        postpone = None if pack else _postponed.append
+        _open.enter_context(compiler.compiling_into(Path(cache) / compiler.COMPILER, platform, postpone))
 
 
-def _run(index: int) -> Outcome:
-    operator, case = _calls[index]
+def _run(index: int) -> tuple[Outcome, list[Postponed]]:
+    """Runs a call. Returns the outcome, and the postponed programs that the call needs."""
+    _postponed.clear()
+    outcome = _outcome(*_calls[index])
+    return outcome, [*dict.fromkeys(_postponed)]
+
+
+def _outcome(operator: str, case: Case) -> Outcome:
     outcome = Outcome(operator, case.name)
     begun = len(compilations())
     try:

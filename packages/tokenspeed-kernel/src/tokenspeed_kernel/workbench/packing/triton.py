@@ -30,8 +30,9 @@ def is_program(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def compiling_into(folder: Path, platform: PlatformInfo) -> Iterator[None]:
-    """Inside the ``with`` block, Triton compiles for a platform into a folder, and launches nothing."""
+def compiling_into(folder: Path, platform: PlatformInfo, postpone: object = None) -> Iterator[None]:
+    """Inside the ``with`` block, Triton compiles for a platform into a folder, and launches nothing. It postpones nothing, because
+    most of its programs compile in less than a second."""
     os.environ["TRITON_CACHE_DIR"] = str(folder)
     with _driver.no_launches(platform):
         yield
