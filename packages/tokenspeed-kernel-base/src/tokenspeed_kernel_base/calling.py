@@ -32,7 +32,7 @@ from tokenspeed_kernel_base.platform import PlatformInfo, current_platform, plat
 from tokenspeed_kernel_base.reach import misnamed
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
-from tokenspeed_kernel_base.stand_ins import is_traced, readable
+from tokenspeed_kernel_base.stand_ins import is_traced, readable, stands_in
 
 # Key in the dictionary `Caller._comparisons`. Its value is a tuple of functions, newest first, each of which builds the comparison
 # with one of the last decided calls. The chain of the built comparisons is under the key `fast_path.FIRST`.
@@ -146,7 +146,7 @@ class Caller:
         op = self.op
         arguments = dict(zip(op.names, args, strict=True))
         if is_traced(op.parameters, arguments):
-            return (lambda *values: self.lowering.call(*values, override, solution)), False
+            return self._traced(args, arguments, override, solution), False
         check = op.check_call(arguments, values=False)  # the value guard checks values, in this call and whenever they change
         request, selected = self._select(arguments, check, override, solution)
         guarded = self._with_overlap_guard(self._launcher(selected, arguments), arguments)
@@ -155,17 +155,36 @@ class Caller:
         call = self._with_value_guard(decision)
         key = self._describe(*args, override, solution)
         if watch.watching():
-            tensors = dict(tensor_arguments(op.parameters, arguments))
-            described = key, tuple(tensor.stride() for tensor in tensors.values())
             read_work = functools.partial(op.run_hook, "work", arguments)
-            seen = watch.Call(
-                op.family, op.mode, selected.name, request.signature, tensors, described, arguments, request.traits, read_work
-            )
-            return watch.watched(seen, call), False
+            return watch.watched(self._seen(selected.name, key, arguments, request, read_work), call), False
         if not selected.provisional and key is not None:
             memo.remember(self._memo, key, (limits, call), started)
             self._remember_comparison(args, override, solution, decision, started)
         return call, not selected.provisional
+
+    def _traced(
+        self, args: tuple[Any, ...], arguments: dict[str, Any], override: str | None, solution: str | None
+    ) -> Callable[..., Any]:
+        """Returns the function that runs a traced call. A call on meta tensors is passed to the watchers of traced calls. A call on
+        other tensors without data belongs to a compiler, which may trace the same call several times."""
+
+        def run(*values: Any) -> Any:
+            return self.lowering.call(*values, override, solution)
+
+        if not watch.watching(traced=True) or any(
+            stands_in(tensor) for _, tensor in tensor_arguments(self.op.parameters, arguments)
+        ):
+            return run
+        self.op.check_call(arguments, values=False)
+        key = self._describe(*args, override, solution)
+        seen = self._seen("", key, arguments, self.op.request(arguments), lambda: None)
+        return watch.watched(seen, run, traced=True)
+
+    def _seen(self, kernel: str, key: Any, arguments: dict[str, Any], request: Request, read_work: Callable[[], Any]) -> watch.Call:
+        op = self.op
+        tensors = dict(tensor_arguments(op.parameters, arguments))
+        described = key, tuple(tensor.stride() for tensor in tensors.values())
+        return watch.Call(op.family, op.mode, kernel, request.signature, tensors, described, arguments, request.traits, read_work)
 
     def _remember_comparison(
         self, args: tuple[Any, ...], override: str | None, solution: str | None, decision: Decision, started: int

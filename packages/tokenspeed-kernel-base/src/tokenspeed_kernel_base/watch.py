@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
     Attributes:
         family, mode: the operator.
-        kernel: name of the selected kernel.
+        kernel: name of the selected kernel; empty for a traced call.
         signature: the formats of the call's operands.
         tensors: the call's tensors by name.
         key: equal for calls of the same description.
@@ -67,16 +67,22 @@ class Call(NamedTuple):
 # ``watcher(call, run)`` returns the function to run instead of ``run``, or ``run`` itself.
 Watcher = Callable[[Call, Callable[..., Any]], Callable[..., Any]]
 
-_watchers: tuple[Watcher, ...] = ()
+# The active watchers, and whether each also receives traced calls.
+_watchers: tuple[tuple[Watcher, bool], ...] = ()
 _lock = threading.Lock()
 
 
-def start(watcher: Watcher) -> None:
+def start(watcher: Watcher, traced: bool = False) -> None:
     """Activates a watcher: it receives every call from now on. Watchers wrap a call one around the other; the watcher that was
-    started last is the outermost."""
+    started last is the outermost.
+
+    Args:
+        watcher: see `watch_calls`.
+        traced: whether the watcher also receives calls whose tensors are all on the meta device. Such calls run no kernel.
+    """
     global _watchers
     with _lock:
-        _watchers = (*_watchers, watcher)
+        _watchers = (*_watchers, (watcher, traced))
         memo.enter_exceptional()
 
 
@@ -84,8 +90,9 @@ def stop(watcher: Watcher) -> None:
     """Deactivates a watcher that `start` activated; no effect if the watcher is not active."""
     global _watchers
     with _lock:
-        if watcher in _watchers:
-            _watchers = tuple(w for w in _watchers if w != watcher)
+        kept = tuple(entry for entry in _watchers if entry[0] != watcher)
+        if kept != _watchers:
+            _watchers = kept
             memo.leave_exceptional()
 
 
@@ -108,13 +115,14 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
         stop(watcher)
 
 
-def watching() -> bool:
-    """Whether any watcher is active."""
-    return bool(_watchers)
+def watching(traced: bool = False) -> bool:
+    """Returns whether any watcher is active; with ``traced``, whether any receives traced calls."""
+    return bool(_watchers) and (not traced or any(takes for _, takes in _watchers))
 
 
-def watched(call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``run``, wrapped by every active watcher, for one call."""
-    for watcher in _watchers:
-        run = watcher(call, run)
+def watched(call: Call, run: Callable[..., Any], traced: bool = False) -> Callable[..., Any]:
+    """Returns ``run``, wrapped by every active watcher, for one call. ``traced``: whether the call is traced."""
+    for watcher, takes_traced in _watchers:
+        if takes_traced or not traced:
+            run = watcher(call, run)
     return run

@@ -1,4 +1,4 @@
-"""Command line: ``python -m gpt_oss demo`` and ``python -m gpt_oss benchmark``."""
+"""Command line: ``python -m gpt_oss demo``, ``benchmark`` and ``capture``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from gpt_oss import benchmark as bench
 from gpt_oss import demo as demonstration
 from gpt_oss.config import PRESETS
+from gpt_oss.config import preset as config_of
 from gpt_oss.sampling import Sampling
 from tokenspeed_kernel.workbench.benchmark import as_text
 
@@ -194,6 +195,34 @@ def benchmark(
         _print_json(result)
     else:
         bench.show(result, console)
+
+
+@app.command()
+def capture(
+    file: Annotated[Path, typer.Argument(help="the file that the calls are added to")],
+    arch: Annotated[str, typer.Option(help="the device that will run the engine: h200, mi355x, sm_90a...")],
+    preset: Annotated[str, typer.Option(help=f"configuration: {', '.join(PRESETS)}")] = "gpt-oss-120b",
+    dtype: Annotated[Dtype, typer.Option(help="dtype of activations and of weights that are not quantised")] = Dtype.bfloat16,
+    activation_dtype: Annotated[str, typer.Option(help="format of the experts' activations: none, fp8, mxfp4")] = "none",
+    pages: Annotated[int, typer.Option(min=1, help="pages of the cache")] = 4096,
+    page_size: Annotated[int, typer.Option(min=1, help="tokens that a page of the cache holds")] = 64,
+    prefill_tokens: Annotated[int, typer.Option(min=1, help="the largest number of prompt tokens per step")] = 512,
+    max_sequences: Annotated[int, typer.Option(min=1, help="the largest number of sequences that run at a time")] = 64,
+    max_positions: Annotated[int | None, typer.Option(min=1, help="tokens of the longest sequence; left out: the preset's")] = None,
+) -> None:
+    """Captures the calls of an engine, without the device that will run it. ``tokenspeed-kernel pack build`` takes the file.
+
+    Exit status: 0, or 2 if an option is wrong or the file cannot be written.
+    """
+    # Only this command needs PyTorch's fake tensors, whose import takes a second.
+    from gpt_oss.shapes_only import capture_calls
+
+    sizes = (pages, page_size, prefill_tokens, max_sequences, max_positions)
+    try:
+        made = capture_calls(file, config_of(preset), arch, getattr(torch, dtype.value), *sizes, activation_dtype)
+    except (OSError, ValueError) as error:
+        _give_up(error)
+    typer.echo(f"captured the calls of {made.passes} passes in {file}")
 
 
 def _console(stderr: bool = False) -> Console:

@@ -104,7 +104,8 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
     )
     prepared = layout.prepare_weights(weights, plan)
     exact = exact_experts(weights.w13_weight_scale, weights.w2_weight_scale)
-    inexact = tuple(expert for expert, is_exact in enumerate(exact.tolist()) if not is_exact)
+    known = [] if exact.device.type == "meta" else exact.tolist()  # weights without data count as exact
+    inexact = tuple(expert for expert, is_exact in enumerate(known) if not is_exact)
     return RoundedWeights(
         prepared.w13_weight, None, None, prepared.w2_weight, None, None, prepared.layout, exact, inexact,
         (prepared.layout, len(inexact), len(exact)),

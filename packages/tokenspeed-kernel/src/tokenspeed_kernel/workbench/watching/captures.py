@@ -242,7 +242,7 @@ def start_shape_capture(path: str | Path | None = None) -> ShapeCapture:
     with _lock:
         if _started is None:
             _started = ShapeCapture(path)
-            watch.start(_started.watch)
+            watch.start(_started.watch, traced=True)
         return _started
 
 
@@ -269,7 +269,7 @@ def shape_capture(output_path: str | Path | None = None) -> Iterator[ShapeCaptur
         output_path: a file to which the records are added, see `start_shape_capture`.
     """
     capture = ShapeCapture(output_path)
-    watch.start(capture.watch)
+    watch.start(capture.watch, traced=True)
     try:
         yield capture
     finally:
