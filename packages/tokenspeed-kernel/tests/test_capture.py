@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.workbench.watching import Record, ReplayError, ShapeCapture, described, load, load_cases, merge, replay
@@ -171,6 +172,27 @@ def test_calls_that_cannot_be_replayed() -> None:
     ints = {**record["arguments"], "x": {"dtype": "int64", "shape": [2], "device": "cpu"}}
     with pytest.raises(ReplayError, match="x of a captured call cannot be made again"):
         replay({**record, "arguments": ints}).build()
+
+
+def test_a_model_without_data_is_captured() -> None:
+    """Calls on meta tensors are captured without a kernel. Other watchers, and a compiler's tracing, see no such call."""
+    x, weight = torch.empty(3, 64, device="meta"), torch.empty(64, device="meta")
+    seen: list[str] = []
+
+    def watcher(call: Any, run: Any) -> Any:
+        seen.append(call.mode)
+        return run
+
+    with tk.shape_capture() as found, tk.watch_calls(watcher):
+        assert tk.rmsnorm(x, weight).device.type == "meta"
+        with FakeTensorMode() as fakes:
+            tk.rmsnorm(fakes.from_tensor(x), fakes.from_tensor(weight))
+    assert not seen
+    (record,) = found.get()
+    assert (record["operator"], record["kernel"], record["count"]) == ("norm.rmsnorm", "", 1)
+    assert replay(record).build()["x"].shape == (3, 64)
+    with tk.shape_capture(), pytest.raises(ValueError, match="weight"):
+        tk.rmsnorm(x, weight[:32])
 
 
 def test_cases_of_a_file(tmp_path: Path) -> None:

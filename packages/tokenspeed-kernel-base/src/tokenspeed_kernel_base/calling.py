@@ -28,7 +28,7 @@ from tokenspeed_kernel_base.fast_path import Decision, Limit
 from tokenspeed_kernel_base.hooks import STEPS
 from tokenspeed_kernel_base.memory import span
 from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotations, resources_given, tensor_arguments
-from tokenspeed_kernel_base.platform import PlatformInfo, current_platform, platform_of
+from tokenspeed_kernel_base.platform import PlatformInfo, current_platform, platform_of, use_platform
 from tokenspeed_kernel_base.reach import misnamed
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
@@ -177,7 +177,9 @@ class Caller:
             return run
         self.op.check_call(arguments, values=False)
         key = self._describe(*args, override, solution)
-        seen = self._seen("", key, arguments, self.op.request(arguments), lambda: None)
+        with use_platform(current_platform()):  # the meta device does not tell the platform
+            request = self.op.request(arguments)
+        seen = self._seen("", key, arguments, request, lambda: None)
         return watch.watched(seen, run, traced=True)
 
     def _seen(self, kernel: str, key: Any, arguments: dict[str, Any], request: Request, read_work: Callable[[], Any]) -> watch.Call:
