@@ -38,13 +38,15 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "ci" / "gpu_suite.json"
 TESTS = ("packages", "tools/gpt_oss/tests")
 LINES = 20  # failure messages are truncated to this many lines
-SLOWEST = 12  # number of slowest tests, and of slowest files, in the record
+SLOW_S = 15  # a test that takes longer is slow; the record lists the slow tests
+SLOWEST = 12  # number of slowest files in the record
 # Programs that take up to a minute to compile. Several processes compile these programs before the tests. Otherwise tests would
 # wait for one another's compilations.
 SLOW_PROGRAMS = ("moe.grouped.launch.gemm_program",)
-# Tests that take up to two minutes. Each worker starts with some of these tests. Otherwise a slow test may begin when all other
-# tests are done.
+# How the names of tests begin that may take minutes. Each worker starts with some of these tests, and with some of those that were
+# slow in the last record, longest first. Otherwise a slow test may begin when all other tests are done.
 SLOW_TESTS = ("test_the_kit_finds_nothing", "test_a_configuration_is_right", "test_a_gpu_runs_from_a_pack")
+SLOW_VARIABLE = "GPU_SUITE_SLOW"  # this environment variable passes the last record's slow tests to the workers, as JSON
 GRACE_S = 30  # seconds that running tests have after the time limit to finish
 
 
@@ -61,8 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
     mine = [item for item, keep in zip(items, kept, strict=True) if keep]
-    slow = [item for item in mine if item.name.startswith(SLOW_TESTS)]
-    others = iter([item for item in mine if not item.name.startswith(SLOW_TESTS)])
+    recorded = json.loads(os.environ.get(SLOW_VARIABLE, "{}"))
+    seconds = {item: recorded.get(item.nodeid, 2 * SLOW_S if item.name.startswith(SLOW_TESTS) else 0) for item in mine}
+    slow = sorted((item for item in mine if seconds[item]), key=lambda item: -seconds[item])
+    others = iter([item for item in mine if not seconds[item]])
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items.clear()
     for worker in range(workers):  # neighbouring tests stay on one worker, because they use the same programs
@@ -165,7 +169,7 @@ class Suite:
             "failures": sorted(self.failures),
             "hanging": sorted(self.running),
             "skips": dict(self.reasons.most_common()),
-            "slowest": {name: round(seconds, 1) for name, seconds in collections.Counter(self.durations).most_common(SLOWEST)},
+            "slow": {name: round(taken) for name, taken in collections.Counter(self.durations).most_common() if taken > SLOW_S},
             "slowest_files": {name: round(seconds) for name, seconds in files.most_common(SLOWEST)},
         }
 
@@ -221,6 +225,12 @@ def added(record: Path, part: dict[str, Any], where: dict[str, Any]) -> dict[str
     }
 
 
+def slow_tests_of(record: Path) -> dict[str, int]:
+    """Returns the seconds of each slow test of a record; nothing if there is no record."""
+    parts = json.loads(record.read_text())["parts"] if record.exists() else []
+    return {name: seconds for part in parts for name, seconds in part.get("slow", {}).items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", metavar="K/N", help="which part of how many")
@@ -241,6 +251,7 @@ def main() -> int:
             record = added(chosen.record, suite.result(command), described(chosen.commit))
             chosen.record.write_text(json.dumps(record, indent=1) + "\n")
 
+    os.environ[SLOW_VARIABLE] = json.dumps(slow_tests_of(RECORD))
     suite = Suite(chosen.part, chosen.seconds, chosen.full, save)
     print(f"compiled the slow programs in {warm_up(chosen.workers):.0f} s", flush=True)
     options = f"-m nvidia -n {chosen.workers} --dist worksteal -q --tb=short --show-capture=no -rfE".split()
