@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.covering import covering
 from tokenspeed_kernel.workbench.numerics.verify import default_device, refusal
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
@@ -37,32 +38,8 @@ def _marks(spec: KernelSpec) -> list[pytest.MarkDecorator]:
     return [getattr(pytest.mark, vendor) for vendor in sorted(vendors)]
 
 
-# What takes Triton's interpreter longest: an operator, and how names of its cases begin. GPUs and the emulators run these cases.
+# Triton's interpreter takes seconds for many cases, which GPUs and the emulators run, too.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MODEL = ("gpt-oss", "llama")
-SEARCHES = ("requests of all kinds", "ties across", "flat", "all ")
-PADDED_SCALES = ("scales in tiles, two", "gpt-oss", "scales rounded up")
-LONG_CASES = {
-    "argmax": MODEL,
-    "mha_decode_with_kvcache": MODEL,
-    "mha_extend_with_kvcache": MODEL,
-    "mha_prefill": MODEL,
-    "mha_with_kvcache": (*MODEL, "trees"),
-    "mla_prefill": ("deepseek-v3, 8",),
-    "quantize_fp8": ("tiles of", "per token, gpt-oss", "blocks of 128, "),
-    "quantize_mxfp4": PADDED_SCALES,
-    "quantize_mxfp8": PADDED_SCALES,
-    "quantize_nvfp4": PADDED_SCALES,
-    "rmsnorm_moe_topk": MODEL,
-    "rmsnorm_qkv_rope": ("gpt-oss",),
-    "sample_top_k_top_p": SEARCHES,
-    "ssd_prefill": ("one sequence of many", "nemotron-h"),
-    "top_k_top_p_probs": SEARCHES,
-}
-
-
-def _takes_long(spec: KernelSpec, case: Case) -> bool:
-    return INTERPRETED and spec.solution == "triton" and case.name.startswith(LONG_CASES.get(spec.mode, ()))
 
 
 def _drawn(op: Operator[Any, Any], case: Case) -> dict[str, Any]:
@@ -72,18 +49,25 @@ def _drawn(op: Operator[Any, Any], case: Case) -> dict[str, Any]:
 
 
 def _runs() -> Iterator[Any]:
-    """Returns kernels with the cases that they support. A kernel that cannot run here appears once, with the reason."""
+    """Returns kernels with the cases that they support. A kernel that cannot run here appears once, with the reason.
+
+    In the interpreter, cases that add nothing to the `covering` cases are slow.
+    """
     for op in operators():
         cases = [case for case in op.all_cases() if ON_GPU or not case.large]
         drawn = {case.name: _drawn(op, case) for case in cases}
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
-            runs_here = spec.capability.gap(PLATFORM) is None
-            for case in cases if runs_here else cases[:1]:
-                # If a case needs several processes, only these processes can tell whether a kernel rejects the case.
-                unknown = case.world_size > 1
-                if not runs_here or unknown or refusal(op, spec, drawn[case.name]) is None:
-                    marks = [*_marks(spec), *([pytest.mark.slow] if _takes_long(spec, case) else [])]
-                    yield pytest.param(spec, case, marks=marks, id=f"{spec.name}-{case.name}")
+            if spec.capability.gap(PLATFORM) is not None:
+                yield pytest.param(spec, cases[0], marks=_marks(spec), id=f"{spec.name}-{cases[0].name}")
+                continue
+            # If a case needs several processes, only these processes can tell whether a kernel rejects the case.
+            taken = [case for case in cases if case.world_size > 1 or refusal(op, spec, drawn[case.name]) is None]
+            fast = {*taken}
+            if INTERPRETED and spec.solution == "triton":
+                fast = covering(spec, {case: drawn[case.name] for case in taken})
+            for case in taken:
+                marks = [*_marks(spec), *([] if case in fast else [pytest.mark.slow])]
+                yield pytest.param(spec, case, marks=marks, id=f"{spec.name}-{case.name}")
 
 
 with use_platform(PLATFORM):  # the tensors do not show the platform
