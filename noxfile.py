@@ -42,6 +42,9 @@ SGLANGS = (("sglang==0.5.15", "transformers==5.12.1"), ("sglang==0.5.23", "trans
 CUTEDSL = "nvidia-cutlass-dsl==4.8.1"
 # A C compiler, for machines that have none.
 ZIG = "ziglang==0.17.1"
+# Of each process that runs tests. Workers that each use all cores slow each other down many times over. Tests start hundreds of
+# processes, which would compile every module again if they must not write bytecode.
+TESTING = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def _install(session: nox.Session, *groups: str, runtime: bool = True) -> None:
@@ -72,8 +75,7 @@ def tests(session: nox.Session) -> None:
     ignored = (EMULATION, EMULATOR, HOPPER, AMD, NVIDIA, VLLM_PLUGIN, TRANSFORMERS_PLUGIN, SGLANG_PLUGIN)
     others = [part for path in ignored for part in ("--ignore", path)]
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", *others]
-    # Each worker uses one thread. If each worker used all cores, the workers would slow each other down many times over.
-    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "-m", "pytest", *arguments, env=TESTING)
 
 
 @nox.session
@@ -83,7 +85,7 @@ def interpret(session: nox.Session) -> None:
     _install(session, "test", runtime=False)
     session.install(TRITONS[-1])
     arguments = session.posargs or ["-n", "auto", "-m", "not slow", "-k", "triton"]
-    environment = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    environment = {**TESTING, "TRITON_INTERPRET": "1"}
     files = [f"{CORE}/tests/{name}" for name in ("test_kernels.py", "test_ids.py", "test_docs.py", "triton")]
     session.run("python", "-m", "pytest", *files, *arguments, env=environment)
 
@@ -99,7 +101,7 @@ def emulate(session: nox.Session) -> None:
     session.install(TRITONS[-1], "-e", EMULATION, "-e", f"{EMULATOR}[cli]", "-e", AMD)
     tests = (f"{EMULATION}/tests", f"{EMULATOR}/tests", f"{AMD}/tests", f"{RUNTIME}/tests/test_gfx950.py")
     arguments = session.posargs or ["-n", "auto", "-m", "not slow", *tests]
-    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"})
+    session.run("python", "-m", "pytest", *arguments, env={**TESTING, "TRITON_DEFAULT_FP_FUSION": "1"})
 
 
 @nox.session
@@ -113,7 +115,7 @@ def cutedsl(session: nox.Session) -> None:
     if not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
         session.install(ZIG)
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia", f"{NVIDIA}/tests", f"{HOPPER}/tests"]
-    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"})
+    session.run("python", "-m", "pytest", *arguments, env={**TESTING, "TRITON_DEFAULT_FP_FUSION": "1"})
     if not session.posargs:
         session.run("python", "ci/compile_cutedsl.py", "--each")
 
@@ -129,7 +131,7 @@ def vllm(session: nox.Session, release: str) -> None:
     session.install(TRITONS[-1], "-e", EMULATION, "-e", EMULATOR, "-e", AMD, "-e", VLLM_PLUGIN)
     session.install("--no-deps", release)
     arguments = session.posargs or ["-n", "auto", f"{VLLM_PLUGIN}/tests"]
-    environment = {"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment = {**TESTING, "TRITON_DEFAULT_FP_FUSION": "1"}
     session.run("python", "-m", "pytest", *arguments, env=environment)
 
 
@@ -140,7 +142,7 @@ def transformers(session: nox.Session, release: str) -> None:
     _install(session, "test", "build", runtime=False)
     session.install("-e", TRANSFORMERS_PLUGIN, release)
     arguments = session.posargs or ["-n", "auto", f"{TRANSFORMERS_PLUGIN}/tests"]
-    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "-m", "pytest", *arguments, env=TESTING)
 
 
 @nox.session
@@ -155,7 +157,7 @@ def sglang(session: nox.Session, release: tuple[str, str]) -> None:
     session.install(TRITONS[-1], models, "-e", SGLANG_PLUGIN)
     session.install("--no-deps", engine)
     arguments = session.posargs or ["-n", "auto", f"{SGLANG_PLUGIN}/tests"]
-    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "-m", "pytest", *arguments, env=TESTING)
 
 
 @nox.session

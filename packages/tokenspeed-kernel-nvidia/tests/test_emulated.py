@@ -18,6 +18,7 @@ if torch.cuda.is_available():  # other tests in this process may launch programs
 import tokenspeed_kernel  # noqa: F401  - registers the kernels
 from sm90_emulator import emulated_sm90
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.covering import covering
 from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_base.cases import Case, Draw, Recipe
 from tokenspeed_kernel_base.operator import get_operator
@@ -42,17 +43,19 @@ CACHES = ("k_cache", "v_cache")
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "cutedsl"]
 
 
-def eligible() -> Iterator[tuple[KernelSpec, Case]]:
-    """Yields pairs of a kernel and a small case for which the kernel is eligible on an H200."""
+def eligible() -> Iterator[tuple[KernelSpec, dict[Case, dict[str, Any]]]]:
+    """Yields each kernel, with the small cases for which the kernel is eligible on an H200, and their arguments."""
+    drawn: dict[str, dict[Case, dict[str, Any]]] = {}
     with emulated_sm90():
         for spec in KERNELS:
             op = get_operator(spec.operator)
-            for case in op.all_cases():
-                if not case.large and refusal(op, spec, op.complete(case.build())) is None:
-                    yield spec, case
+            if op.mode not in drawn:
+                drawn[op.mode] = {case: op.complete(case.build()) for case in op.all_cases() if not case.large}
+            yield spec, {case: each for case, each in drawn[op.mode].items() if refusal(op, spec, each) is None}
 
 
-ELIGIBLE = list(eligible())
+DRAWN = dict(eligible())
+ELIGIBLE = [(spec, case) for spec, cases in DRAWN.items() for case in cases]
 
 
 def test_each_kernel_is_eligible_for_some_case() -> None:
@@ -73,17 +76,20 @@ SOME = ("cutedsl_mha_prefill_192_128", "cutedsl_mha_extend_with_kvcache_80", "cu
 
 
 def _parameters() -> list[Any]:
-    """Returns the parameters of the next test. The kernel that would be selected for a case always runs. Tests of other kernels are
-    marked slow."""
+    """Returns the parameters of the next test. A case runs with the kernel that is selected for it, if the case is among the
+    `covering` cases of that kernel. The other tests are marked slow."""
     best: dict[tuple[str, str], int] = {}
     for spec, case in ELIGIBLE:
         best[spec.operator, case.name] = max(best.get((spec.operator, case.name), 0), spec.priority)
-    return [
-        pytest.param(spec, case, id=f"{spec.name}-{case.name}", marks=[pytest.mark.slow] * (second or of_width))
-        for spec, case in ELIGIBLE
-        for second in [spec.priority < best[spec.operator, case.name]]
-        for of_width in [WIDTHS.fullmatch(spec.name) is not None and spec.name not in SOME]
-    ]
+    parameters = []
+    for spec, drawn in DRAWN.items():
+        first = {case: each for case, each in drawn.items() if spec.priority == best[spec.operator, case.name]}
+        of_width = WIDTHS.fullmatch(spec.name) is not None and spec.name not in SOME
+        fast = set() if of_width else covering(spec, first)
+        for case in drawn:
+            marks = [] if case in fast else [pytest.mark.slow]
+            parameters.append(pytest.param(spec, case, id=f"{spec.name}-{case.name}", marks=marks))
+    return parameters
 
 
 @pytest.mark.parametrize(("spec", "case"), _parameters())

@@ -256,7 +256,9 @@ def _() -> list[Case]:
         Case("fp8 e5m2 cache, a scale a kv head", paged([33], [10], **causal, cache_dtype=e5m2, scales=both, scale_per_head=True)),
         Case("gpt-oss-120b sliding layer, 1 to 140 new", paged([200, 129, 140], [1, 60, 140], **gpt_oss, window_left=127)),
         Case("gpt-oss-120b full layer, pages of 64", paged([200, 64, 65], [80, 64, 1], **gpt_oss, page_size=64)),
-        Case("llama-70b, pages of 32", paged([150, 64, 65], [80, 64, 1], **llama_70b, page_size=32)),
+        Case(
+            "llama-70b, 16 of its heads, pages of 32", paged([150, 64, 65], [80, 64, 1], 16, 2, 128, page_size=32, is_causal=True)
+        ),
         Case("window of 150", paged([300, 33], [60, 33], **causal, window_left=149)),
         Case("head_dim 128 in a window of 50", paged([150, 33], [90, 33], **causal, head_dim=128, sinks=True, window_left=49)),
         Case("sixteen new tokens, pages of 1", paged([70, 16], [16, 16], **causal, page_size=1)),

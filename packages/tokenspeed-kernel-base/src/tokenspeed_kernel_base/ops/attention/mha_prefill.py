@@ -202,7 +202,7 @@ def _() -> list[Case]:
         Case("lengths known on the host", ragged([17, 64], hint=True)),
         Case("gpt-oss-120b sliding layer, 1 to 180 tokens", ragged([1, 127, 128, 180], **gpt_oss, window_left=127)),
         Case("gpt-oss-120b full layer, 1 to 100 tokens", ragged([1, 64, 100], **gpt_oss)),
-        Case("llama-70b, 1 to 150 tokens, lse", ragged([1, 150, 64], **llama_70b, return_lse=True)),
+        Case("llama-70b, 16 of its heads, 1 to 150 tokens, lse", ragged([1, 150, 64], 16, 2, 128, return_lse=True)),
         Case("head_dim 128 in a window of 100", ragged([150, 33], 8, 2, 128, sinks=True, window_left=99)),
         Case("fp8 without scales", ragged([40, 30], 8, 2, dtype=e4m3)),
         Case("fp8, a scale each, head_dim 128, lse", ragged([90, 3], 8, 2, 128, dtype=e4m3, scales=each, return_lse=True)),

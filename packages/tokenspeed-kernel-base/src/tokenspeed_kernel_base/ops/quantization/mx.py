@@ -219,6 +219,7 @@ def _quantisation_cases() -> list[Case]:
         Case("no tokens", _inputs(0, 2880)),
         Case("no columns", _inputs(4, 0)),
         Case("NaN, infinity, zero, huge, subnormal and tied blocks", _extremes),
+        Case("scales in tiles, three rows, float16", _inputs(3, 96, dtype=torch.float16, scale_layout="128x4")),
         Case("scales in tiles, two matrices", _inputs(2, 130, 96, scale_layout="128x4")),
         Case("gpt-oss-120b decode 64", _inputs(64, 2880), large=True),
         Case("gpt-oss-120b prefill 16384, scales in tiles", _inputs(16384, 2880, scale_layout="128x4"), large=True),

@@ -146,6 +146,7 @@ def _() -> list[Case]:
         Case("NaN, infinity, zero, huge, tiny and tied blocks", _extremes),
         Case("all zeros, whose global scale is 0", _zeros),
         Case("global scale so small that block scales saturate", _inputs(4, 64, global_scale=1e-8)),
+        Case("scales in tiles, three rows, float16", _inputs(3, 48, dtype=torch.float16, scale_layout="128x4")),
         Case("scales in tiles, two matrices", _inputs(2, 130, 48, scale_layout="128x4")),
         Case("gpt-oss-120b decode 64", _inputs(64, 2880), large=True),
         Case("llama-70b prefill 8192", _inputs(8192, 8192), large=True),

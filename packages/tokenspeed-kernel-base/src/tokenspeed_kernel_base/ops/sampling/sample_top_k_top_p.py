@@ -253,6 +253,8 @@ def _() -> list[Case]:
     return [
         Case("one token", request_inputs(1, 1)),
         Case("all of a small vocabulary", request_inputs(64, 50)),
+        Case("a vocabulary of 64, float16", request_inputs(3, 64, 0.7, 9, 0.9, torch.float16)),
+        Case("a vocabulary of 50, bfloat16", request_inputs(3, 50, 0.7, 9, 0.9, bf16)),
         Case("requests of all kinds, odd vocab 1001, bfloat16", mixed_inputs(97, 1001, torch.bfloat16)),
         Case("requests of all kinds, float16", mixed_inputs(32, 4096, torch.float16)),
         Case("requests of all kinds with min-p, bfloat16", mixed_inputs(48, 3001, torch.bfloat16, min_p=True)),
