@@ -195,6 +195,20 @@ def test_a_model_without_data_is_captured() -> None:
         tk.rmsnorm(x, weight[:32])
 
 
+@pytest.mark.parametrize(("experts", "large"), [(2, False), (256, True)])
+def test_the_weights_of_experts_count_as_large(experts: int, large: bool) -> None:
+    """Runs on a CPU leave out large cases, and packs are built without their values."""
+    plan = tk.moe_apply.plan(experts, 2, 512, 512, weight_format="mxfp4", platform=tk.named_platform("cpu"))
+    shapes = ((experts, 1024, 256), (experts, 1024, 16), (experts, 512, 256), (experts, 512, 16))
+    w13, w13_scale, w2, w2_scale = (torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes)
+    weights = tk.moe_apply.prepare(tk.MoEWeights(w13, w13_scale, None, w2, w2_scale, None), plan)
+    x, ids = torch.empty(1, 512, dtype=plan.dtype, device="meta"), torch.empty(1, 2, dtype=torch.int32, device="meta")
+    with tk.shape_capture() as found:
+        tk.moe_apply(x, weights, ids.float(), ids, plan)
+    (record,) = found.get()
+    assert replay(record).large == large
+
+
 def test_cases_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "shapes.jsonl"
     with tk.shape_capture(path):

@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tokenspeed_kernel.workbench import models
-from tokenspeed_kernel.workbench.watching import load_cases
+from tokenspeed_kernel.workbench.watching import described, load_cases
 from tokenspeed_kernel_base import config, packs
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.compilation import Compilation, CompilationForbiddenError, compilations, set_compile_policy
@@ -114,7 +114,8 @@ class _Drawn:
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, FakeTensor):
+    """Returns zeros in place of a tensor without data; any other tensor unchanged."""
+    if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
         return tensor
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return torch.zeros(elements if tensor.numel() else 0, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -304,28 +305,36 @@ def _outcome(operator: str, case: Case) -> Outcome:
 def prepared_by_shape(op: Operator[..., Any], arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
     """Prepares arguments for a kernel as `Operator.prepared` does, but prepared weights are zeros.
 
-    Fake tensors are prepared, because converting a large model's weights takes many seconds. Real tensors are prepared only if the
-    conversion reads values.
+    Meta tensors are prepared, because converting a large model's weights takes many seconds. Real tensors are prepared only if the
+    conversion reads values. The calls of a model have few different weights, so prepared objects are kept until the process ends.
     """
     if op.planned is None:
         return arguments
-    fakes = FakeTensorMode()
+    objects = {name: described(value) for name, value in arguments.items() if not isinstance(value, torch.Tensor)}
+    key = str(op), spec.name, repr(objects)
+    if key not in _prepared:
+        _prepared[key] = _objects_by_shape(op, arguments, spec)
+    return {**arguments, **_prepared[key]}
+
+
+_prepared: dict[tuple[str, str, str], dict[str, Any]] = {}
+
+
+def _objects_by_shape(op: Operator[..., Any], arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
     try:
-        with fakes:
-            made = op.prepared(with_tensors(op.parameters, arguments, fakes.from_tensor), spec)
-    except RuntimeError:  # a fake tensor has no values; every other error is raised again below
-        return op.prepared(arguments, spec)
-    objects = {name: _with_zeros(value) for name, value in made.items() if not isinstance(value, torch.Tensor)}
-    return {**arguments, **objects}
+        made = op.prepared(with_tensors(op.parameters, arguments, lambda tensor: tensor.to("meta")), spec)
+    except NotImplementedError:  # a meta tensor has no values; every other error is raised again below
+        made = op.prepared(arguments, spec)
+    return {name: _with_zeros(value) for name, value in made.items() if not isinstance(value, torch.Tensor)}
 
 
 def _with_zeros(value: Any) -> Any:
-    """Returns a dataclass with zeros in place of the fake tensors in its fields; any other argument unchanged."""
+    """Returns a dataclass with zeros in place of the meta tensors in its fields; any other argument unchanged."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     tensors = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    fakes = {name: _zeros(tensor) for name, tensor in tensors.items() if isinstance(tensor, FakeTensor)}
-    return dataclasses.replace(value, **fakes) if fakes else value
+    metas = {name: _zeros(tensor) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    return dataclasses.replace(value, **metas) if metas else value
 
 
 def blank_draw() -> Draw:

@@ -87,9 +87,8 @@ def replay(record: Record) -> Case:
         differing = ", ".join(sorted(arguments.keys() ^ set(op.names)))
         raise ReplayError(f"{op} was captured with other parameters than it has here: {differing}")
     work: Mapping[str, Sequence[int]] = max(record["work"]["samples"], key=_amount, default={})
-    size = sum(_nbytes(told) for told in arguments.values() if _is_tensor(told))
     make = captured(op.mode, arguments, work)
-    return Case(_name(op, arguments, work), make, large=size > _LARGE_BYTES, tags=frozenset({TAG}))
+    return Case(_name(op, arguments, work), make, large=_nbytes(arguments) > _LARGE_BYTES, tags=frozenset({TAG}))
 
 
 def _amount(sample: Mapping[str, Sequence[int]]) -> int:
@@ -149,9 +148,12 @@ def _is_tensor(told: Any) -> bool:
     return isinstance(told, dict) and told.keys() >= {"dtype", "shape", "device"}
 
 
-def _nbytes(told: Mapping[str, Any]) -> int:
-    count: int = math.prod(told["shape"])
-    return count * _dtype(told["dtype"]).itemsize
+def _nbytes(told: Any) -> int:
+    """Returns the number of bytes of all tensors in a description: of a tensor, or of the fields of an object."""
+    if _is_tensor(told):
+        count: int = math.prod(told["shape"])
+        return count * _dtype(told["dtype"]).itemsize
+    return sum(map(_nbytes, told.values())) if isinstance(told, dict) else 0
 
 
 def _dtype(name: str) -> torch.dtype:
