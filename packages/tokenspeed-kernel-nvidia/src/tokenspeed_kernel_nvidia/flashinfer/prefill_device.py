@@ -1,8 +1,8 @@
 """mha_prefill by ``flashinfer.prefill.trtllm_ragged_attention_deepseek``: TensorRT-LLM's generated kernels, for sm_100 and sm_103.
 
 The kernels must not see a sequence without tokens. So sequence lengths are needed on the host. If the caller passes
-``cu_seqlens_cpu``, the call does not wait for the device. Otherwise the lengths are copied from the device. The declaration's tag
-``waits`` announces this.
+``cu_seqlens_cpu``, the call does not wait for the device. Otherwise the call copies the lengths from the device and waits for the
+copy. Because of this case, the kernel's declaration (`prefill`) has the tag ``waits``.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def extend_kernel(
     tile_shape: gl.constexpr,
     slots: gl.constexpr,
 ):
-    """Computes a tile of query rows of one KV head. Workgroups are numbered by sequence, tile and KV head, or by slot and KV head
-    if slots.shared. The KV head varies fastest.
+    """Computes the attention output of a tile of query rows (new tokens times the query heads of one KV head). Workgroups are
+    numbered by sequence, tile and KV head, or by slot and KV head if slots.shared. The KV head varies fastest.
 
     A sequence's last tiles run first, because they have the most keys. Sequences with at most slots.skipped new tokens are skipped.
 

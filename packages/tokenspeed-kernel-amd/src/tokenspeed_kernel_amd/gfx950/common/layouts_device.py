@@ -55,8 +55,9 @@ class LatentLayouts:
     Attributes:
         mfma: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, columns]. Waves divide keys and
             columns.
-        queries, rope_queries: operand layouts of q for the QK MFMAs. Rotary parts need their own, because the scaled MFMA for fp8
-            is 128 columns wide.
+        queries, rope_queries: operand layouts of q for the QK MFMAs. The rotary part has its own layout. For fp8, the latent
+            columns use the scaled MFMA, whose k is 128, but the rotary part has only 64 columns, so it uses the MFMA with k = 32.
+            For 16 bits, both layouts are the same.
         latents, ropes: LDS layouts, [block_n, columns] and [block_n, rope].
         latent_copy, rope_copy: layouts of the copies to LDS.
     """

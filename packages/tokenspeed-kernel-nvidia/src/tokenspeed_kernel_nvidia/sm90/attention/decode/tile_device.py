@@ -234,8 +234,8 @@ class Shapes:
         """Returns two global addresses for a query row of a group's partial result: that of row max and row sum, and that of the
         output accumulator.
 
-        A group writes at most two partial results: one of a sequence that began in an earlier group, and one of a sequence that
-        ``begins`` in this group.
+        A group of CTAs writes at most two partial results. One is of the sequence that an earlier group began (``begins`` is
+        False). The other is of the sequence that begins in this group and continues in the next one (``begins`` is True).
         """
         slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
         at = (slot * call.kv_heads + call.kv_head) * self.config.rows + row
