@@ -38,8 +38,8 @@ def mha_prefill(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_nvidia.mha_prefill`. Supports head_dim and v_head_dim 128 and 128, 192 and 128, or 256 and 256, and no
-    logit cap. Waits for the device if cu_seqlens_cpu is not given.
+    """Implements the operator `tokenspeed_kernel_nvidia.mha_prefill`. Supports head_dim and v_head_dim 128 and 128, 192 and 128, or
+    256 and 256, and no logit cap. Waits for the device if cu_seqlens_cpu is not given.
 
     Raises:
         RuntimeError: a graph is being captured, and cu_seqlens_cpu has a sequence without tokens.

@@ -192,7 +192,7 @@ def mla_decode_with_kvcache(
     kv_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mla_decode_with_kvcache`, which checks the arguments first."""
+    """Implements the operator `tokenspeed_kernel_amd.mla_decode_with_kvcache`, which checks the arguments first."""
     tokens, heads, head_dim = q.shape
     batch = cache_seqlens.shape[0]
     lse = q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None

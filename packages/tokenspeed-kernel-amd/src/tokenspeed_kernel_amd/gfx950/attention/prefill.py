@@ -169,7 +169,8 @@ def mha_prefill(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_prefill`, which checks the arguments first. Does not synchronise with the device."""
+    """Implements the operator `tokenspeed_kernel_amd.mha_prefill`, which checks the arguments first. Does not synchronise with the
+    device."""
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[2]
     result = rows_to_write(out, q, tokens, heads, v_head_dim)

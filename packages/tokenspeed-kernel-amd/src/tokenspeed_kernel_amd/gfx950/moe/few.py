@@ -107,7 +107,7 @@ def moe_apply_few(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See the operator `moe_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`. `few_enough` must be
+    """Implements the operator `moe_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`. `few_enough` must be
     True."""
     written = rows_to_write(out, x, *x.shape)
     if topk_ids.numel():
@@ -124,7 +124,7 @@ def moe_topk_apply_few(
     scaling: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See the operator `moe_topk_apply`. Requires what `moe_apply_few` requires, and that `few_enough_to_choose` is True."""
+    """Implements the operator `moe_topk_apply`. Requires what `moe_apply_few` requires, and that `few_enough_to_choose` is True."""
     written = rows_to_write(out, x, *x.shape)
     if len(x):
         slots = _MAX_PAIRS // power_of_two(len(x))

@@ -160,7 +160,7 @@ def moe_apply_many(
     tile: Tile | None = None,
     router: Router | None = None,
 ) -> Tensor:
-    """See the operator `moe_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`.
+    """Implements the operator `moe_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`.
 
     If ``tile`` is None, `tile_for` selects the tile. With a ``router``, the routing is written to ``topk_weights`` and
     ``topk_ids``, which must be contiguous, and `few_enough_to_route` must be True.

@@ -109,7 +109,7 @@ def gated_delta_rule_decode(
     scale: float | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.gated_delta_rule_decode`."""
+    """Implements the operator `tokenspeed_kernel.gated_delta_rule_decode`, which documents the arguments."""
     batch, tokens, heads, k_dim = q.shape
     v_heads, v_dim = v.shape[2:]
     result = out if out is not None and out.is_contiguous() else torch.empty(v.shape, dtype=v.dtype, device=v.device)

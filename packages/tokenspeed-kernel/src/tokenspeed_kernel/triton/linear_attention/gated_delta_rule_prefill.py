@@ -185,7 +185,7 @@ def gated_delta_rule_prefill(
     scale: float | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.gated_delta_rule_prefill`."""
+    """Implements the operator `tokenspeed_kernel.gated_delta_rule_prefill`, which documents the arguments."""
     tokens, heads, k_dim = q.shape
     v_heads, v_dim = v.shape[1:]
     batch = len(state_slots)

@@ -120,8 +120,8 @@ def sample_top_k_top_p(
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.sample_top_k_top_p`. Takes four launches. The last two launches skip decided rows, which are most
-    rows."""
+    """Implements the operator `tokenspeed_kernel.sample_top_k_top_p`. Takes four launches. The last two launches skip decided rows,
+    which are most rows."""
     if out is None:
         out = torch.empty(len(logits), dtype=out_dtype, device=logits.device)
     if len(logits):

@@ -33,7 +33,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     out = arguments.rows(config.dtype, arguments.size(), config.heads, LATENT)
     return out, *(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(2)), arguments.stream()
 

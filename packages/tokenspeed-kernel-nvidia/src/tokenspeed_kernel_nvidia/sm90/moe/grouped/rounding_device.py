@@ -49,7 +49,7 @@ def host(config: Rounding) -> Any:
 
 
 def fake_arguments(config: Rounding) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     size, rows = arguments.size, arguments.rows
     count, k = size(), size(divisibility=32)
     result = rows(config.dtype, count, k)
