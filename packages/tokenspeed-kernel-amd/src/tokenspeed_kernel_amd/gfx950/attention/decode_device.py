@@ -73,7 +73,8 @@ def passed_splits(split, some, real, computed, split_blocks, before):
 
 @gluon.jit
 def search_split(split, operands, plan):
-    """Computes the result of `find_split` for a batch of several sequences with split-KV."""
+    """Returns what `find_split` returns: the split's sequence, the sequence's first split, and the key blocks per split. Used for
+    split-KV of several sequences, whose lengths are loaded plan.lengths at a time."""
     layout: gl.constexpr = everywhere_layout(plan.lengths, gl.num_warps())
     if plan.once:
         some, real, computed = blocks_at(operands, 0, plan, layout)

@@ -216,7 +216,7 @@ def held_at_least(codes, exponents, encoding: gl.constexpr):
 
 @gluon.jit
 def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr):
-    """Encodes and stores one chunk of columns of the rows: ``values`` begins at element ``first`` of each row. Returns the minimum
+    """Encodes (quantises) and stores one chunk of the rows: ``values`` begins at element ``first`` of each row. Returns the minimum
     of ``held`` and the chunk's `held_at_least`.
 
     Args:

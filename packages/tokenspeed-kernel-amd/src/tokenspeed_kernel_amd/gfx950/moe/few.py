@@ -124,7 +124,8 @@ def moe_topk_apply_few(
     scaling: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Implements the operator `moe_topk_apply`. Requires what `moe_apply_few` requires, and that `few_enough_to_choose` is True."""
+    """Implements the operator `moe_topk_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`. `few_enough` and
+    `few_enough_to_choose` must be True."""
     written = rows_to_write(out, x, *x.shape)
     if len(x):
         slots = _MAX_PAIRS // power_of_two(len(x))

@@ -300,8 +300,8 @@ def store_parts(operands, firsts, seconds, expert, strip, strips, tokens, count,
 
 @gluon.jit(do_not_specialize=["rows"])
 def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
-    """Computes a tile of tokens for several blocks of strips (one strip per warp) of one grouped GEMM. Workgroups are numbered by
-    tile of tokens and by group of blocks; the group varies fastest.
+    """Computes a tile of tokens for several blocks of strips of weights (a block has one strip per warp) of one grouped GEMM.
+    Workgroups are numbered by tile of tokens and by group of blocks; the group varies fastest.
 
     The pipeline runs across blocks of strips: during the epilogue of one block, the weights of the next are in flight.
 

@@ -24,7 +24,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Scaling(NamedTuple):
-    """Granularity (a, b) and storage format (a_stored, b_stored) of the scales of a and b, see `_operands`.
+    """Granularity (a, b) and storage format (a_stored, b_stored) of the scales of a and b: constants of `_operands`.
 
     A scale of b covers ``block`` elements along k and ``b_lines`` columns.
     """

@@ -30,7 +30,8 @@ class Shape(NamedTuple):
         k_dim, v_dim: rows and columns of a state.
         v_heads: number of value heads.
         group: value heads per query/key head.
-        gates: what the argument g holds, see ``GATES`` of `_gates_device.log_decay`.
+        gates: what the argument g holds: 0 for log decays, 1 for raw gates, 2 for raw gates with a bias, see
+            `_gates_device.log_decay`.
         per_channel: whether there is one gate per channel rather than per token.
         l2norm, eps: whether queries and keys are L2-normalised, and the epsilon added to their sums of squares.
         outputs: whether the state after every token is written.

@@ -35,7 +35,8 @@ class Shape(NamedTuple):
         width: channels per key that the second step reads: k_dim rounded up to a multiple of `_ALIGNMENT`. The added channels are
             zeros.
         group: value heads per query/key head.
-        gates: what the argument g holds, see ``GATES`` of `_gates_device.log_decay`.
+        gates: what the argument g holds: 0 for log decays, 1 for raw gates, 2 for raw gates with a bias, see
+            `_gates_device.log_decay`.
         per_channel: whether there is one gate per channel rather than per token.
         l2norm, eps: whether queries and keys are L2-normalised, and the epsilon added to their sums of squares.
         initial: whether some sequences start from a given state.

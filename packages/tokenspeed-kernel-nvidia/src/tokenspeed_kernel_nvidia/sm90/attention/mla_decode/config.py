@@ -110,7 +110,8 @@ class Config:
 
     @property
     def lift(self) -> float:
-        """log2 of the largest probability in a work item's first block."""
+        """log2 of the largest probability in a work item's first block. Probabilities are not normalised: the softmax subtracts the
+        row max minus this number."""
         return 0.0
 
     @property

@@ -118,7 +118,8 @@ class MemorySums:
 
 
 def head_of(thread: Int32, group: int, c: int) -> Int32:
-    """Returns one of a thread's 16 query rows of the tile. A row is one head of one of the tile's tokens."""
+    """Returns one of a thread's 16 query rows of the tile: row ``c`` (0 or 1) of the thread's two rows in the group of eight rows
+    with index ``group`` (0 to 7). A row is one head of one of the tile's tokens."""
     return 8 * group + 2 * (thread & 3) + c
 
 

@@ -29,9 +29,9 @@ class Results:
         """Returns two addresses of a work item's ``nth`` partial result: that of its rows' max and sum, and that of its
         accumulators.
 
-        ``first_group`` is the group in which the item begins. A group writes at most two partial results: one of an item that began
-        in an earlier group, and one of an item that begins in this group. Accumulators are in the order of their fragments, so a
-        warp accesses 512 contiguous bytes: see `values_offset`.
+        ``first_group`` is the group in which the item begins. A group of CTAs writes at most two partial results: one of an item
+        that began in an earlier group, and one of an item that begins in this group and continues in the next one. Accumulators are
+        in the order of their fragments, so a warp accesses 512 contiguous bytes: see `values_offset`.
         """
         slot = (first_group + nth) * 2 + cutlass.select_(nth == 0, Int32(1), Int32(0))
         at = (slot * self.config.ranks + call.rank) * ROWS

@@ -104,8 +104,8 @@ class ExtendWork:
 
     @cute.jit
     def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
-        """Loads the lengths of this lane's sequences of round ``step``, and computes how many queue positions each sequence
-        occupies. Returns the sum of these numbers."""
+        """Loads the lengths of this lane's sequences of round ``step`` into ``lengths``, and computes into ``counts`` how many
+        queue positions each sequence occupies. A round has ``at_once`` sequences per lane. Returns the sum of ``counts``."""
         some = Int32(0)
         for each in cutlass.range_constexpr(at_once):
             sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each

@@ -150,7 +150,8 @@ class Config:
 
     @property
     def lift(self) -> float:
-        """log2 of the largest probability in a tile's first block.
+        """log2 of the largest probability in a tile's first block. Probabilities are not normalised: the softmax subtracts the row
+        max minus this number.
 
         With e4m3 probabilities, the result is 3. A thread holds 32 elements of a row. Even if all of them were 2^3, their sum of
         256 would be less than the largest e4m3 value, 448. See `fp8_softmax_device`.

@@ -136,7 +136,7 @@ class Gemm:
         dtype: the name of the activations' dtype.
         gated: True for the first GEMM (w13), which gathers the tokens' rows and applies the activation function; False for w2.
         columns: the maximum number of columns of a tile.
-        inputs: `PLAIN`, `CODES`, `VALUES` or `PARTS`.
+        inputs: the kind of inputs: `PLAIN`, `CODES`, `VALUES` or `PARTS`.
         wide: whether results are stored as float32, because they may exceed float16's range.
         repairs: whether the GEMM recomputes only the tiles that have a column which `PARTS` cannot represent. A negative scale
             marks such a column.

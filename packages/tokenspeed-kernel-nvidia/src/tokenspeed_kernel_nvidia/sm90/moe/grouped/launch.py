@@ -185,9 +185,10 @@ def moe_apply_many(
     Args:
         columns: the maximum number of columns of a tile, one of the numbers in `config`. None chooses by the number of pairs. At
             most `MANY_COLUMNS` is used if results of the activation function may exceed float16's range.
-        inputs: the kinds of GEMM inputs, from `config`. With several kinds, each kind is for some of the experts. If activations
-            are fp8, None means `VALUES`. Otherwise None means `PLAIN` if ``columns`` is given or the plan needs exact activations.
-            In all other cases, None chooses by the number of pairs.
+        inputs: the kinds of GEMM inputs: `PLAIN` (as given), `CODES` (fp8), `VALUES` (fp8 values in 16 bits) or `PARTS` (two fp8
+            values per element), see `config`. With several kinds, each kind is for some of the experts. If activations are fp8,
+            None means `VALUES`. Otherwise None means `PLAIN` if ``columns`` is given or the plan needs exact activations. In all
+            other cases, None chooses by the number of pairs.
         exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for experts that the `VALUES` GEMMs compute;
             None if ``inputs`` has only one kind.
     """

@@ -55,7 +55,7 @@ class Config(StreamConfig):
 
     Attributes:
         tokens: the maximum number of tokens.
-        exchange: see `Exchange`.
+        exchange: how CTAs learn that exchanged rows are complete, see `Exchange`.
         most_stages: the maximum number of stages of the ring buffer.
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
         trace: whether the kernel stores the times of `EVENTS`.

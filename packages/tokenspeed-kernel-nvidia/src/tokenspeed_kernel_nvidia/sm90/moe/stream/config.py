@@ -39,8 +39,8 @@ class Config:
     Attributes:
         dtype: dtype of tokens and output.
         blocks: the largest number of k blocks of a strip.
-        columns: number of MMA columns. Each pair of an entry has two columns, or four with float16 (one of them unused), or one
-            with fp8 activations.
+        columns: number of MMA columns. Each pair of an entry (pairs of one expert that are computed together) has two columns, or
+            four with float16 (one of them unused), or one with fp8 activations.
         slab: the number of k blocks in a stage of the ring buffer.
         rounded: whether activations are fp8, with a scale per row.
     """

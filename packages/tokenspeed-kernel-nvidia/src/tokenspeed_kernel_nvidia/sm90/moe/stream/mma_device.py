@@ -289,8 +289,8 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def load_pairs(self, call: Call, item: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
-        """Finds the pairs of this lane's columns (-1 without a pair), and whether fp8 parts fail to represent their rows. For the
-        second GEMM, also finds the pairs' routing weights.
+        """Stores the pairs of this lane's columns to ``pairs`` (-1 without a pair). Sets ``beyond`` to a nonzero value for pairs
+        whose rows the fp8 parts do not represent. For the second GEMM, also stores the pairs' routing weights to ``weights``.
         """
         entry = entry_of(call.entries[index_of(item)])
         for tile in cutlass.range_constexpr(self.tiles):
