@@ -136,8 +136,8 @@ def decode_kernel(
     Sequences with more than plan.q_len new tokens, or with none, are skipped.
 
     Args:
-        operands, shape, strides, variant, tile_shape: see `gluon.call`.
-        partial, plan: see `gfx950.attention.decode`.
+        operands, shape, strides, variant, tile_shape: the call's tensors, sizes, strides, options and tile, see `gluon.call`.
+        partial, plan: the tensors of partial results, and the division of sequences into splits, see `gfx950.attention.decode`.
     """
     block_n: gl.constexpr = tile_shape.block_n
     rows: gl.constexpr = plan.q_len * shape.gqa_ratio
@@ -200,8 +200,8 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
     The kernel is latency-bound: dependent loads take almost all of the time. So the chain of loads is as short as possible.
 
     Args:
-        cu_seqlens_q, sinks, out, lse: see `gfx950.attention.call.Operands`.
-        partial, merge: see `gfx950.attention.decode`.
+        cu_seqlens_q, sinks, out, lse: the operator's tensors, see `gluon.call.Operands`.
+        partial, merge: the tensors of partial results, and the merge's constants, see `gfx950.attention.decode`.
     """
     v_head_dim: gl.constexpr = merge.v_head_dim
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [256 // v_head_dim, v_head_dim // 4], [1, 1], [1, 0])

@@ -93,7 +93,7 @@ class Operands(NamedTuple):
     Attributes:
         cu_seqlens_q: always None, because every sequence has the same number of new tokens.
         token_vectors: distance from one slot of a page to the next, in vectors of 16 bytes.
-        scale, cap: see `score_scaling`.
+        scale, cap: the factor of the dot products q @ k, and the logit cap times log2(e), see `score_scaling`.
         q_scale, kv_scale: the scales of fp8 q and of an fp8 cache, or None.
     """
 

@@ -378,7 +378,7 @@ def mha_prefill_gfx950(
 ):
     """Computes prefill as a persistent kernel: a workgroup computes tiles of its XCD's heads until none is left.
 
-    Arguments: see `gfx950.attention.prefill`.
+    `gfx950.attention.prefill` describes the arguments.
     """
     block_n: gl.constexpr = tile_shape.block_n
     dtype: gl.constexpr = operands.q.dtype.element_ty

@@ -4,8 +4,8 @@
 A *step* is 128 elements of k, a *quad* four steps. A *strip* is 32 rows of weights, see `mxfp4_layout`; it has two *halves*.
 
 LDS holds two steps of all tokens; the next two steps are in flight through registers. A wave holds the weights of two steps in
-registers; the weights of the next two steps are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. Rows that
-need exact passes are left to ``grouped_exact_device``.
+registers; the weights of the next two steps are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. In
+shapes, ``g`` is a lane's group along k (0 to 3). Rows that need exact passes are left to ``grouped_exact_device``.
 """
 
 from __future__ import annotations

@@ -75,6 +75,7 @@ def _threshold_of(maxima, keys, largest_key, scale, floor, k, vocab, draws, list
 
     Args:
         maxima: sort keys of all group maxima. ``keys``: fewer sort keys, each the largest of several groups.
+        draws: whether the row's token is drawn at random, and is not the greedy one.
         lists: whether the row's result may come from a list of its largest tokens.
         small: whether k is so small that the group maxima alone give a threshold. Otherwise ``counts`` is the histogram of the
             group maxima.

@@ -1,6 +1,6 @@
 """The device code of `linear`: launch, warp roles, the producer warp, and the warps that reduce and write results.
 
-`mma_device` has the MMA warps.
+`mma_device` has the MMA warps. A *panel* is 64 rows of weights, a *strip* 16 of these rows, and a *block* 64 elements of k.
 """
 
 # mypy: ignore-errors

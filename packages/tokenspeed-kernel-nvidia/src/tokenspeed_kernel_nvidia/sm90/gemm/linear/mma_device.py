@@ -1,4 +1,4 @@
-"""The MMA warps of `kernel_device`.
+"""The MMA warps of `kernel_device`. A *panel* is 64 rows of weights, a *strip* 16 of these rows, and a *block* 64 elements of k.
 
 Weights are dequantised to A fragments in registers; tokens are B operands in shared memory. Each CTA sends its partial sums to the
 CTAs of the cluster that reduce them.

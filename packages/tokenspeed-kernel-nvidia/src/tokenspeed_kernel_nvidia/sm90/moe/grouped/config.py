@@ -1,6 +1,7 @@
 """Configurations of the kernels of `grouped`, and the functions that choose among them for a call.
 
-A *pair* is a (token, slot) combination with an expert. A *column* is the row of activations of a pair: the GEMMs are swap-AB.
+A *pair* is a (token, slot) combination with an expert. A *column* is the row of activations of a pair: the GEMMs are swap-AB. A
+*panel* is 64 rows of an expert's weights, a *strip* 16 of these rows, and a *k block* 64 elements of k.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The mainloop of `mma_device` for few columns. Each warp multiplies its own strips of weights by the columns, with mma.sync.
+"""The mainloop of `mma_device` for few columns. Each warp multiplies its own strips (16 rows each) of weights by the columns, with
+mma.sync.
 
 wgmma takes 32 cycles or more to read its A operand from registers, whatever the number of columns. The time of mma.sync is
 proportional to the number of columns, but mma.sync takes more instructions. A warp has at least two strips, so that each column is
