@@ -129,7 +129,7 @@ class TileShape(NamedTuple):
     """The division of work: compile-time constants.
 
     Attributes:
-        block_m, block_n: see `Config`.
+        block_m, block_n: query rows per tile, and keys per iteration, see `Config`.
         block_b: how many sequence lengths a workgroup loads at once: 1 for one sequence, otherwise at least the batch size.
         cus: CUs per XCD.
     """

@@ -170,7 +170,8 @@ def add_exactly(first, second, own, source, passes, quads, FIRST: gl.constexpr, 
         first, second: accumulators of the first and the second halves of strips of weights.
         own: the warps' `Strips` of weights.
         source: `Source` of the tile's columns.
-        passes, quads: see `passes_of`.
+        passes: int32 [columns], number of passes of each row, from `passes_of`.
+        quads: number of quads per row.
         HALVES: 2, or 1 if ``own`` has only first halves. With 1, ``second`` is returned unchanged.
     """
     COLUMNS: gl.constexpr = first.shape[1]

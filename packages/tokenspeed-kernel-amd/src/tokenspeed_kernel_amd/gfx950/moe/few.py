@@ -65,7 +65,7 @@ class Shape(NamedTuple):
             per slot of the token and split of k.
         split: number of splits of k within a workgroup, each with its own warps.
         block: elements of a row (or of one split of it), padded; a power of two if there are more warps than rows.
-        top_k, num_experts: as in the plan.
+        top_k, num_experts: slots of a token, and number of experts, as in the plan.
         bias: whether the projection has a bias.
         limited: whether gate and up are clamped.
         encoding: the encoding of the GEMM's input.

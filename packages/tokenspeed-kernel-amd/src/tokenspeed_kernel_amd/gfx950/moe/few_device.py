@@ -295,7 +295,7 @@ def routed_first_kernel(
     itself. One workgroup also writes the chosen ids and weights to ``operands``, for the down projection.
 
     Args:
-        logits, logits_stride, scaling, tokens, routing: see `choose`.
+        logits, logits_stride, scaling, tokens, routing: the router's logits and the routing's parameters, see `choose`.
         others: see `first_kernel`.
     """
     pair = gl.program_id(0) // blocks
@@ -437,7 +437,7 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
     as well. Only the diagonal blocks of the accumulator are used, where row and column have the same slot and split.
 
     Args:
-        operands, shape: see `few`.
+        operands, shape: the tensors and the constants of the GEMM, see `few`.
         strips: number of strips of an expert.
         k: the inner dimension.
     """

@@ -142,7 +142,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
     varies fastest.
 
     Args:
-        operands, swiglu, shape: see `grouped`.
+        operands, swiglu, shape: the tensors, the activation's parameters and the constants of the GEMM, see `grouped`.
         rows: number of encoded rows per plane.
         row_bytes: bytes of an encoded row.
         strips: number of strips of an expert's weights.

@@ -184,7 +184,7 @@ class Ring:
 
         Args:
             count: number of boxes per tile.
-            dtype: see `tiles`.
+            dtype: dtype of the elements, if the memory is declared with another dtype.
         """
         columns = self.columns
         shape = ((heads, tokens), columns, self.panels, count, self.stages)

@@ -195,7 +195,7 @@ def sum_ranks(
 
 @triton.jit
 def clear_ranks(source, slot, column, inside, capacity, rank, WORLD: tl.constexpr):
-    """Resets the words that `sum_ranks` has read to the sentinel."""
+    """Resets the words that `sum_ranks` has read to the sentinel, the value that means "not yet arrived"."""
     for other in tl.static_range(WORLD):
         clear(source + other * capacity + slot, from_other(inside, rank, other, column))
 

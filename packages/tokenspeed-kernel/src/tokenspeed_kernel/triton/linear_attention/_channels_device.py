@@ -70,7 +70,8 @@ def _within(system, weights, keys, queries, running, lower, upper, TILE: tl.cons
 
 @triton.jit
 def _causal(weights, own, q_factor, k_factor, token):
-    """Computes scale * P of a block of tokens from its Q K^T. ``own`` replaces the diagonal of Q K^T."""
+    """Computes scale * P (the causal, decayed Q K^T, see `_chunks_device`) of a block of tokens, from its decayed Q K^T. ``own``
+    replaces the diagonal."""
     weights = tl.where(token[:, None] == token[None, :], own[:, None], weights) * q_factor[:, None] * k_factor[None, :]
     return tl.where(token[:, None] >= token[None, :], weights, 0.0)
 

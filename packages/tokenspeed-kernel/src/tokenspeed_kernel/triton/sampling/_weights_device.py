@@ -117,14 +117,15 @@ def scale_of(temperature):
 
 @triton.jit
 def limit_of(top_p, weight):
-    """Returns the weight that top-p must reach, float64. It is at least 1, so that the first token is always kept."""
+    """Returns the weight that top-p must reach, float64: at least 1, so that the first token is always kept. ``weight``: the total
+    weight of the tokens among which top-p selects, or a bound of this total."""
     p = top_p.to(tl.float64)
     return tl.maximum(tl.where(p > 0.0, p, 0.0) * weight.to(tl.float64), 1.0)
 
 
 @triton.jit
 def target_of(number, weight):
-    """Returns the target of a draw with the random number ``number``. The first token whose running sum of weights exceeds the
-    target is drawn.
+    """Returns the target of a draw with the random number ``number``, from 0 to the total ``weight`` of the kept tokens. The first
+    token whose running sum of weights exceeds the target is drawn.
     """
     return (number * weight.to(tl.float64)).to(tl.int64)

@@ -197,7 +197,7 @@ class Shapes:
     @cute.jit
     def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
         """Loads a sequence's length, clamped to max_seqlen_k. For an index beyond the batch, returns the last sequence's length.
-        ``early``: see `load_int`.
+        ``early``: whether other threads may still write the length (see `load_int`).
         """
         length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
         return cutlass.min(cutlass.max(length, 0), call.max_seqlen_k)

@@ -127,7 +127,7 @@ class ExtendWork:
         blocks. Because T divides 64, this equals ``(start + i) // (64 / T)``.
 
         Args:
-            length, before, count: see `lengths_of`.
+            length, before, count: the sequence's numbers of cached tokens, of tokens before the new tokens, and of new tokens.
         """
         tokens = self.config.tokens_of_item
         all_items = (count + (tokens - 1)) // tokens

@@ -167,7 +167,7 @@ class Mm(Formats):
         Args:
             part: how many bytes of a row of weights each CTA of a cluster computes; the last CTA may have fewer.
             share, more: the least number of rows of weights per cluster, and how many of the first clusters have one row more.
-            vectors_inverse: see `Call`.
+            vectors_inverse: the reciprocal of the number of 16-byte vectors of a row of weights in a chunk.
         """
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

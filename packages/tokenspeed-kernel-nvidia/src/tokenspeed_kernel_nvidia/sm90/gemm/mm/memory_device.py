@@ -150,10 +150,11 @@ class Places:
 
     Attributes:
         sums: the warps' partial sums.
-        scales, activations, ring: see `Layout`.
+        scales, activations, ring: the scales, the activations, and the ring of weights, see `Layout`.
         gathered: the partial sums that the CTAs of the cluster send.
         zeros: 16 zero bytes.
-        chunk_bytes, stages: see `Layout`.
+        chunk_bytes: bytes of a row of weights to which the activations in shared memory belong.
+        stages: number of stages of the ring.
     """
 
     sums: Int32

@@ -262,8 +262,8 @@ def moe_apply_rounded(
             values. None chooses fp8 MMAs for few and for many pairs. The partial sums of fp8 MMAs are accumulated in float32 every
             256 elements of k. fp8 MMAs took 2317 us where 16-bit MMAs took 3109 us, with the same error (GPT-OSS-120B, 8192 tokens,
             H200).
-        columns: see `moe_apply_many`. With `FEW_ROUNDED_COLUMNS`, all experts use fp8 MMAs, because block scales multiply partial
-            sums and not the weights.
+        columns: the maximum number of columns of a tile, see `moe_apply_many`. With `FEW_ROUNDED_COLUMNS`, all experts use fp8
+            MMAs, because block scales multiply partial sums and not the weights.
     """
     rounded = require_rounded(weights)
     inputs: tuple[str, ...] = (VALUES,)

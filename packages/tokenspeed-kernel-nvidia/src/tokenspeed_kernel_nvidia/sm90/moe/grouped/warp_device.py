@@ -132,7 +132,7 @@ class WarpMainloop(Shapes):
 
         Args:
             acc: the accumulators of each strip.
-            words: see `load_strips`.
+            words: this lane's words of weights and scales of the k block, from `load_strips`.
             column, chunk16: the sum is the shared-memory address that this lane passes to the block's first ldmatrix.
             odd_column, odd_chunk16: the same for the last eight columns, if ``width`` is not a multiple of 16.
             width: number of columns.

@@ -74,7 +74,8 @@ class Config(StreamConfig):
 
     @property
     def rows_room(self) -> int:
-        """Bytes of the memory that first holds the attention's output, then the normalised tokens and the rows of an entry."""
+        """Bytes of the memory that first holds the attention's output, then the normalised tokens and the rows of an entry (pairs
+        of one expert that are computed together)."""
         return max(self.tokens * WIDTH_PITCH, self.rows_bytes + self.tokens * self.normed_pitch)
 
     @property

@@ -111,7 +111,8 @@ def max_k() -> int:
 
 
 def config_of(dtype: str, k: int, pairs_per_expert: float, rounded: bool = False) -> Config:
-    """Returns the configuration for a layer in which both GEMMs have at most ``k`` input features. ``rounded``: see `Config`.
+    """Returns the configuration for a layer in which both GEMMs have at most ``k`` input features. ``rounded``: whether activations
+    are fp8.
 
     The configuration has room for twice the mean number of pairs of an expert plus two, which an expert rarely exceeds.
     """
