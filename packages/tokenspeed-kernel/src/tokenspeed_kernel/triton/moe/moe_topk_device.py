@@ -131,7 +131,7 @@ def _close_groups(
 ):
     """Sets the sort keys ``[rows, groups * group]`` of experts outside the TOP_GROUPS best groups to ``_REMOVED``.
 
-    The score of a group is its largest score; if ``TWO``, the sum of its two largest scores.
+    The score of an expert group is the largest score of its experts; if ``TWO``, the sum of the two largest.
     """
     rows: tl.constexpr = keys.shape[0]
     grouped = tl.reshape(keys, [rows, GROUPS_PADDED, GROUP_PADDED])

@@ -92,7 +92,8 @@ def form_of(x: Tensor, quantization: Quantization) -> Form:
 
 
 def least_columns(form: Form) -> int:
-    """Returns the fewest columns of a tile: one group, or four groups if four scales of a row are stored together."""
+    """Returns the fewest columns of a tile: one group of elements that share a scale, or four groups if four scales of a row are
+    stored together."""
     return form.group if form.scales == "rows" else 4 * form.group
 
 

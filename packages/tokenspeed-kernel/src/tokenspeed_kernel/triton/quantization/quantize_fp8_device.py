@@ -14,7 +14,7 @@ _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 
 @triton.jit
 def scale_of(amax, LIMIT: tl.constexpr):
-    """Returns the float32 scale of a group, given its amax. LIMIT: the largest finite value of the 8-bit format."""
+    """Returns the float32 scale of a group of elements, given their amax. LIMIT: the largest finite value of the 8-bit format."""
     scale = tl.div_rn(amax, LIMIT)
     return tl.maximum(scale, _SMALLEST_NORMAL, propagate_nan=tl.PropagateNan.ALL)
 

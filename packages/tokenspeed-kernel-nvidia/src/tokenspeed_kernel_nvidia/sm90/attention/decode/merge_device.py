@@ -192,7 +192,7 @@ class Merger:
     def join(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):
         """Counts the arrived partial results of a sequence that spans several CTA groups. The CTA that arrives last merges them.
 
-        At most one such sequence begins in a group. So the sequence uses the counter of the group in which it begins.
+        At most one such sequence begins in a CTA group. So the sequence uses the counter of the CTA group in which it begins.
         """
         thread, _, _ = cute.arch.thread_idx()
         if partials > 1:

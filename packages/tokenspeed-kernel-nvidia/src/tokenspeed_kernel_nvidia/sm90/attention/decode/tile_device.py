@@ -56,7 +56,7 @@ class Call:
         cache_seqlens: address of int32 ``[batch]``.
         batch: number of sequences.
         partial: address of the partial results in the workspace.
-        counters: address of int32 counters, one for each group and KV head.
+        counters: address of int32 counters, one for each CTA group and KV head.
         lse: address of float32 ``[tokens, heads]``, or 0.
         sinks: the attention sinks, which are added to the softmax's denominator.
         q_len: new tokens of each sequence.
@@ -231,8 +231,8 @@ class Shapes:
 
     @cute.jit
     def partial_at(self, call: Call, group: Int32, begins: Any, row: Int32):
-        """Returns two global addresses for a query row of a group's partial result: that of row max and row sum, and that of the
-        output accumulator.
+        """Returns two global addresses for a query row of a CTA group's partial result: that of row max and row sum, and that of
+        the output accumulator.
 
         A group of CTAs writes at most two partial results. One is of the sequence that an earlier group began (``begins`` is
         False). The other is of the sequence that begins in this group and continues in the next one (``begins`` is True).

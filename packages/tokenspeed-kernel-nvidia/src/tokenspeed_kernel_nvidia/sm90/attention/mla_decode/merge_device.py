@@ -82,7 +82,8 @@ class Sums:
 
 
 class Merge:
-    """The merge kernel of one configuration. The grid is (CTAs per work item, ranks of a group, records); a CTA has eight warps."""
+    """The merge kernel of one configuration. The grid is (CTAs per work item, ranks of a CTA group, records); a CTA has eight
+    warps."""
 
     def __init__(self, config: Config, work: Any) -> None:
         self.config = config

@@ -99,7 +99,7 @@ class DecodeWork:
 
     @cute.jit
     def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
-        """Returns the number of queue positions per group, and the cost of starting a work item in positions: see `STARTING`.
+        """Returns the number of queue positions per CTA group, and the cost of starting a work item in positions: see `STARTING`.
 
         If all items have the same number of blocks, a group's range is rounded up to a multiple or a fraction of an item, unless
         this makes the range more than 1/16 longer. Rounding avoids splits: each split of an item costs partial results, which are

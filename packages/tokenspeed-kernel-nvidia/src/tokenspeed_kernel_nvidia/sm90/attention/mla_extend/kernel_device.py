@@ -80,7 +80,8 @@ class MlaExtend:
 
 
 class MlaExtendMerge:
-    """The host function that launches the merge kernel of one configuration. There is one record per group."""
+    """The host function that launches the merge kernel of one configuration. There is one record (see `Results.record`) per CTA
+    group."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -74,8 +74,8 @@ class ExtendWork:
         return after
 
     def most_items(self, call: Call) -> Int32:
-        """Returns a number above the number of groups, so that there is a record per group. The host does not know the number of
-        items."""
+        """Returns a number above the number of CTA groups, so that there is a record per CTA group. The host does not know the
+        number of items."""
         return call.groups + 1
 
     @cute.jit
@@ -98,7 +98,7 @@ class ExtendWork:
 
     @cute.jit
     def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
-        """Returns the number of queue positions per group, and 0: `positions_of` already counts the cost of starting each work
+        """Returns the number of queue positions per CTA group, and 0: `positions_of` already counts the cost of starting each work
         item."""
         return cutlass.max((total + call.groups - 1) // call.groups, LEAST_BLOCKS + STARTING_BLOCKS), Int32(0)
 

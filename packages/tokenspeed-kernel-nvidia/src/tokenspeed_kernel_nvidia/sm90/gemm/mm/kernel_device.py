@@ -378,7 +378,7 @@ class Mm(Formats):
 
     @property
     def own_rows(self) -> int:
-        """The number of a group's rows of weights whose results each CTA of a cluster writes."""
+        """The number of rows of weights, of each group of `GROUP` rows, whose results each CTA of a cluster writes."""
         return GROUP // self.config.cluster
 
     @property
@@ -406,8 +406,8 @@ class Mm(Formats):
 
     @cute.jit
     def finish(self, call: Call, first: Int32, rows: Int32, stored: Any, factor: Float32):
-        """Adds the partial sums of all warps, then those of the cluster's CTAs, in a fixed order, and writes the results of a
-        group.
+        """Adds the partial sums of all warps, then those of the cluster's CTAs, in a fixed order, and writes the results of a group
+        of rows of weights.
 
         Args:
             first, rows: the group's first row of weights, and its number of rows.
