@@ -235,8 +235,8 @@ def attend_window(
 
 @gluon.jit
 def window_begins(first_row, window_left, block_m: gl.constexpr, variant: gl.constexpr):
-    """Returns two positions, both 0 without a window. Keys before the first are visible to no row of the tile. Keys from the second
-    up to ``first_row`` are visible to every row.
+    """Returns two positions, both 0 without a window. Keys before the first position are visible to no row of the tile. Keys from
+    the second position up to ``first_row`` are visible to every row.
 
     Both positions are multiples of block_m.
     """

@@ -137,8 +137,8 @@ def moe_topk_apply_few(
 def _gemms(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, written: Tensor, router: Router | None
 ) -> None:
-    """Launches both GEMMs. With a router, the first launch writes ``topk_ids`` and ``topk_weights``; without, both launches read
-    them."""
+    """Launches both GEMMs. With a router, the first launch routes, and writes ``topk_ids`` and ``topk_weights``. Without a router,
+    both launches read them."""
     tokens, hidden = x.shape
     features = plan.intermediate_size
     encoding = encoding_of(plan)

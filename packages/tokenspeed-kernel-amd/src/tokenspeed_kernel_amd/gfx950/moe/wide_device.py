@@ -211,7 +211,7 @@ def store_columns(shared, arrived, encoding: gl.constexpr):
 def read_part(shared, ITEM: gl.constexpr, encoding: gl.constexpr):
     """Reads two steps of one plane of a chunk of 32 tokens from LDS: the MMAs' right operand [256, 32] (packed e2m1: [128, 32]),
     and the block scales, uint8 [32, 8]. Without block scales, returns the operand twice. ``ITEM`` is the chunk's index times the
-    number of planes, plus the plane."""
+    number of planes, plus the plane's index."""
     warps: gl.constexpr = gl.num_warps()
     operand: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(warps), 16)
     plane: gl.constexpr = ITEM % encoding.planes

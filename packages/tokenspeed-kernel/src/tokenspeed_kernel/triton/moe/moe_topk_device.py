@@ -91,7 +91,8 @@ def _softmax(x):
 
 @triton.jit
 def _pop_largest(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
-    """Writes the expert id of each row's largest key to ``chosen[:, slot]``, and removes the key. Ties go to the lowest id.
+    """Writes the expert id of each row's largest key to ``chosen[:, slot]``, and removes this key from ``keys``. Ties go to the
+    lowest id.
 
     Returns the updated keys and chosen ids.
     """

@@ -155,7 +155,7 @@ def quantize_regions_kernel(
 ):
     """Quantises one region of ``rows`` by ``columns`` of a matrix ``[m, k]``. q is contiguous.
 
-    With ``ONCE`` the region is held in registers; without, it is read twice, in chunks.
+    With ``ONCE``, the region is held in registers. Without ``ONCE``, the region is read twice, in chunks.
     """
     region = tl.program_id(0)
     batch = (region // (regions_m * regions_k)).to(tl.int64)

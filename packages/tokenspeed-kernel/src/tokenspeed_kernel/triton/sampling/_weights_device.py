@@ -91,7 +91,8 @@ def floor_octaves(floor):
 
 @triton.jit
 def uniform(seed, offset):
-    """Computes `tokenspeed_kernel_base.ops.sampling.philox.uniform` as float64."""
+    """Returns the random number in [0, 1) of a seed and an offset, as float64, as
+    `tokenspeed_kernel_base.ops.sampling.philox.uniform` defines it."""
     zero = (offset * 0).to(tl.uint32)
     word, _, _, _ = tl.philox(seed, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), zero, zero)
     return (word >> 8).to(tl.int32).to(tl.float64) * (1.0 / 16777216.0)

@@ -132,7 +132,7 @@ class Merger:
     @cute.jit
     def merge_warps(self, call: Call):
         """Merges the partial results of a CTA's warps for a sequence. Writes the output, or, with split-KV, a partial result that
-        the sequence's last CTA merges. Then moves the plan on to the CTA's next sequence."""
+        the sequence's last CTA merges. Then updates the plan (the CTA's progress in shared memory) for the CTA's next sequence."""
         c = self.config
         rows, parts = c.rows, c.parts
         thread, _, _ = cute.arch.thread_idx()

@@ -91,7 +91,7 @@ class DecodeWork:
         return Int32(0), Int32(0), blocks_of(length)
 
     def divide(self, call: Call, at_once: int):
-        """Finds the range of blocks of this CTA's group: see `split_kv_device.divide`."""
+        """Finds the range of blocks of this CTA's CTA group: see `split_kv_device.divide`."""
         return split_kv.divide(self, call, at_once)
 
     def tiles_of(self, call: Call, step: Int32, at_once: int, lengths: cute.Tensor, counts: cute.Tensor) -> Int32:

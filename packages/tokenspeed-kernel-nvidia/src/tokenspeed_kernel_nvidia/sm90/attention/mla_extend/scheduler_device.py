@@ -148,7 +148,7 @@ class ExtendWork:
 
     @cute.jit
     def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
-        """Finds the range of this CTA's group: `split_kv_device.divide` finds the range's first sequence, then a 32-way search
+        """Finds the range of this CTA's CTA group: `split_kv_device.divide` finds the range's first sequence, then a 32-way search
         finds the first work item in that sequence. Returns what `DecodeWork.divide` returns."""
         sequence, _, offset, left, per_group, _ = split_kv.divide(self, call, at_once)
         lane = cute.arch.lane_idx()

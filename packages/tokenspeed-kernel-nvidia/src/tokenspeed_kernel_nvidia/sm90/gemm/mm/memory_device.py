@@ -93,7 +93,7 @@ class Vector:
 
     Attributes:
         address: global address of the first value.
-        kind: the dtype, see `launch.KINDS`; 0 without a vector.
+        kind: the number of the dtype in `cutedsl.launch.KINDS`; 0 without a vector.
     """
 
     address: Int64
