@@ -41,8 +41,8 @@ _COLUMNS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def repeated_codes_layout(rows, warps):
-    """Returns the register layout of the MMAs' right operand, uint8 [1, 16 / rows, chunks, rows, 16]. Rows are replicated across
-    the 16 columns, and all warps hold the same encoded values."""
+    """Returns the register layout of the MMAs' right operand, uint8 [1, 16 / rows, chunks, rows, 16]. A chunk is 16 bytes of a row.
+    Rows are replicated across the 16 columns, and all warps hold the same encoded values."""
     return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
 
 

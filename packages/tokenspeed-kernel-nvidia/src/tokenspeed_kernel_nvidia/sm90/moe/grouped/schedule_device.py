@@ -50,7 +50,7 @@ class Pairs:
         sources: int32 ``[pairs]``, receives the token of each pair, in the sorted order of the pairs.
         positions: int32 ``[tokens, top_k]``, receives the index of each pair in the sorted order, -1 for pairs without an expert.
         tiles: int32 ``[tiles, RECORD]``, receives a record of each tile: its expert, the index of its first pair in the sorted
-            order, and its number of pairs, twice. The tiles with the most pairs come first.
+            order, its number of pairs, and a fourth word that no kernel reads. The tiles with the most pairs come first.
         tile_count: int32, receives the number of tiles.
     """
 
