@@ -275,7 +275,8 @@ def test_random_layers(sm90: torch.device) -> None:
 
 
 def tiles_of(counts: list[int], schedule: Schedule) -> list[int]:
-    """Computes the number of pairs of each tile by the schedule's rule."""
+    """Returns the number of pairs of each tile, given the number of pairs of each expert, by the rule of `schedule_device` (see
+    `Schedule.least`)."""
     tiles = []
     for count in counts:
         many, left = divmod(count, schedule.columns)

@@ -73,7 +73,7 @@ def test_lengths(sm90: torch.device, lengths: list[int]) -> None:
 
 
 def test_many_sequences(sm90: torch.device) -> None:
-    """Tests more sequences than the lanes of the warp that maps blocks to sequences."""
+    """Tests more sequences (150) than the 32 lanes of the warp that maps blocks to sequences."""
     draw = random.Random(0)
     _prefill(sm90, [draw.randrange(90) for _ in range(150)])
 

@@ -70,8 +70,9 @@ from tokenspeed_kernel_base.storage import replace_file
 Call = Callable[[], Any]
 Arguments = dict[str, Any]
 
-# The calls between two uses of a copy of the arguments touch at least _TOUCHED bytes (an H200's L2 cache has 50 MB). There are at
-# most _COPIES copies, with at most _COPIED_BYTES bytes together.
+# Calls use copies of the arguments in turn, so that a call does not find its arguments in the L2 cache (50 MB on an H200). There
+# are so many copies that calls touch _TOUCHED bytes before a copy is used again, but at most _COPIES copies. Together they have at
+# most _COPIED_BYTES bytes, but there are always at least two.
 _TOUCHED, _COPIES, _COPIED_BYTES = 130e6, 384, 30 << 30
 # The minimum duration of a graph's replay in microseconds. The launch of such a graph is negligible.
 _GRAPH_US = 1500.0

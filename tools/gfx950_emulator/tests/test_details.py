@@ -239,8 +239,8 @@ _WHERE = """where:
 
 @pytest.mark.parametrize("batch_lanes", [64, 7 * 64, 4096])
 def test_workgroups_go_to_the_xcds_in_turn(batch_lanes: int) -> None:
-    """Workgroups are assigned to the eight XCDs in the order of x, then y, then z. The assignment does not depend on the emulator's
-    batches."""
+    """Workgroups are numbered with x varying fastest, then y, then z. Workgroup i runs on XCD i % 8. The assignment does not depend
+    on the emulator's batches."""
     x, y, z = 5, 2, 3
     out = np.full(x * y * z, 99, np.uint32)
     kernarg = np.zeros(16, np.uint8)

@@ -251,8 +251,8 @@ def _decode(model: ShardedGptOss, batch: int, options: argparse.Namespace) -> di
 
 
 def _bare(engine: Engine, batch: int) -> float:
-    """Returns the milliseconds of a pass without the engine. On a GPU, the pass is replayed repeatedly and timed with device
-    events; on a CPU, it runs once.
+    """Returns the milliseconds of a pass without the engine. After one untimed replay, the pass is replayed repeatedly and timed
+    with device events on a GPU; on a CPU, one replay is timed.
     """
     decoder, device = engine.decoder, engine.model.device
     assert decoder is not None

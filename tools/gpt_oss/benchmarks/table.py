@@ -168,7 +168,13 @@ def section() -> str:
     measured = list(_results("h200", "h200_greedy", "h200_long"))
     if measured:
         lines += made_on(measured[0]) + decode(measured) + [""] + prefill(measured[:1])
-        lines += ["", "Operators timed in isolation with cold caches, and their times by the measured roofline (floor):", ""]
+        lines += [
+            "",
+            "For each family of operators: the total time of its calls in one pass, timed in isolation with cold caches, then",
+            "the floor, the time that the measured roofline allows for these calls. *all* is the sum of the families' times.",
+            "*bare* is the time of the whole pass without the engine. All times are in µs:",
+            "",
+        ]
         lines += operators(measured[:1])
     for result in _results("h200_variants", "h200_fp8_activations"):
         lines += [

@@ -74,7 +74,8 @@ def test_families_of_operators_share_the_time(result: dict[str, Any]) -> None:
         families = {each["family"]: each for each in row["families"]}
         assert families.keys() == {"moe", "attention", "norm", "gemm", "embedding", "kvcache"}
         assert sum(each["share_of_time"] for each in row["families"]) == pytest.approx(1)
-        # Each of three layers has a QKV GEMM, an output GEMM, the router's GEMM, and the top-k. There is one more GEMM at the end.
+        # Each of the three layers has three GEMMs (QKV, output, router) and two calls of the family moe (the top-k and
+        # `moe_apply`). There is one more GEMM at the end, for the logits.
         assert families["gemm"]["calls"] == 3 * 3 + 1
         assert families["moe"]["calls"] == 3 * 2
         assert families["attention"]["calls"] == families["embedding"]["calls"] == 3

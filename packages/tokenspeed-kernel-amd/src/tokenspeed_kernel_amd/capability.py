@@ -20,7 +20,8 @@ def cdna3_to_cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) 
 
     Args:
         features: names that the platform's features must include, for example ``"triton"``.
-        probe: see `CapabilityRequirement`. The probe must read only package metadata, and import neither Triton nor AITER.
+        probe: returns the reason why this machine cannot run the kernel, or None, see `CapabilityRequirement`. The probe must read
+            only package metadata, and import neither Triton nor AITER.
     """
     return CapabilityRequirement(ArchVersion(9, 4), ArchVersion(9, 5), frozenset(features), frozenset({"amd"}), probe)
 

@@ -116,7 +116,9 @@ class Caller:
     # -- deciding --------------------------------------------------------------------------------------------------------------
 
     def _look_up(self, *call: Any) -> Any:
-        """Runs a call that equals none of the last decided calls. ``call``: all arguments in order, then override and solution."""
+        """Runs a call that matched none of the comparisons with the last few decisions (see `fast_path`). Looks the call up in the
+        memo of all decisions, and decides it if the memo has no decision for it. ``call``: all arguments in order, then override
+        and solution."""
         return self._find(*call)
 
     def _run(self, key: Any, args: tuple[Any, ...], override: str | None, solution: str | None) -> Any:

@@ -15,8 +15,9 @@ with this kernel. ``composed_mm_add`` runs the body with the parts' best kernels
 except the reference. Both kernels run the body's code, with other functions bound to the parts' names.
 
 A call of a composed kernel costs no more than calling its parts one by one. The description of the operator's call determines
-shapes, dtypes and options of all parts. So each part is decided when the body first runs for a description, and called directly
-afterwards. A part's kernel is looked up at every call if the part has bounds, or if the body calls the part more than once.
+shapes, dtypes and options of all parts. So the kernel of each part is selected in the body's first run for a description. Later
+runs for this description call that kernel without selecting again. A part's kernel is looked up at every call if the part has
+bounds, or if the body calls the part more than once.
 
 The description must determine the shapes, dtypes and options of all arguments that a body passes to its parts. So no branch of a
 body may depend on values. The body's results are newly allocated contiguous tensors, or the outputs that its caller provided.

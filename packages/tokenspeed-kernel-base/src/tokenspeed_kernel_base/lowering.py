@@ -1,7 +1,8 @@
 """Operators as custom operators of PyTorch, for torch.compile, export and fake tensors.
 
 Each operator becomes ``torch.ops.tokenspeed_kernel.<mode>``, whose schema is derived from the parameters. Objects are flattened to
-their attributes, and resources are passed as handles. Hints are dropped, because they repeat a tensor's values.
+their attributes, and resources are passed as handles. Hints are dropped. A hint is a parameter that repeats a tensor's values on
+the host (``cu_seqlens_cpu``, say). Kernels work without hints.
 
 An operator has up to two overloads. ``default`` lacks the optional tensors that a call writes to, such as ``out``. This overload is
 functional unless the operator always mutates an argument. The overload ``out`` has all these tensors, and is used by calls that

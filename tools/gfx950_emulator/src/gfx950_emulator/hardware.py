@@ -62,8 +62,8 @@ TRANSCENDENTAL_F64_CYCLES = 16  # LLVM SISchedule.td, WriteTrans64
 
 # Matrix core. Passes: `gfx950_emulator.mfma`. A dependent instruction needs passes + 4 wait states after an MFMA. So it issues this
 # many slots after the passes: LLVM GCNHazardRecognizer.cpp, GFX940_XDL_N_PassWriteVgprVALUMemExpReadWaitStates for gfx950. An MFMA
-# that only accumulates (its C is the first MFMA's D) waits for the passes alone. Vector instructions can issue 4 cycles after an
-# MFMA: CALC ("coexec_delay" of CDNA3).
+# that only accumulates (its C is the first MFMA's D) waits for the passes alone. A vector instruction that does not use the MFMA's
+# result can issue 4 cycles after the MFMA, while the matrix core is still busy: CALC ("coexec_delay" of CDNA3).
 
 MFMA_RESULT_SLOTS = 5
 

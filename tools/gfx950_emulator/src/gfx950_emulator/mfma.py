@@ -41,8 +41,9 @@ Arithmetic
   products, aligned to the largest and truncated to 24 fractional bits (arXiv:2511.10909, MMA-Sim). For CDNA4, nothing similar is
   published. Results may differ from hardware in the last bits. Intermediate overflow is not modelled: bf16 products beyond 2**128
   that cancel give a finite number here.
-- f32: a chain of fused multiply-adds, k = 0 first, each rounded to float32 (MMA-Sim's finding for CDNA3). The addition is done in
-  float64 first, which may round a tie the wrong way in about 1 of 2**29 cases.
+- f32: a chain of fused multiply-adds, k = 0 first, each rounded to float32 (MMA-Sim's finding for CDNA3). The product is exact in
+  float64, but the sum is rounded to float64 and then to float32. If the first rounding gives a value halfway between two float32
+  values, the second may go the wrong way. At most about one addition in 2**29 differs from a fused multiply-add in this way.
 - f64: the same chain, but numpy has no fused multiply-add, so products are rounded to float64 first.
 - i8: exact, accumulators wrap around at 32 bits.
 - Scales are applied before C is added; scale 0 is 2**-127, and scale 255 makes the whole row or column NaN.

@@ -67,8 +67,8 @@ class Options:
 
     Attributes:
         checkpoint: directory of a Hugging Face checkpoint; None for random weights of a preset.
-        preset: the configuration without a checkpoint.
-        layers: number of layers without a checkpoint; None for the preset's number.
+        preset: name of the configuration to use if ``checkpoint`` is None.
+        layers: number of layers if ``checkpoint`` is None; None for the preset's number.
         prompts: the texts to continue, at least one; by default `PROMPTS`.
         max_tokens: the largest number of tokens to generate per prompt.
         sampling: the sampling parameters. The seed of prompt i is the seed in ``sampling`` plus i.

@@ -66,8 +66,8 @@ def _attention_layers(model: Any) -> list[Any]:
 
 
 def _attention(model: Any) -> list[Row]:
-    """Switches the attention of the whole model to our kernels, if kernels are eligible for all of its layers. Returns the rows of
-    the receipt."""
+    """Switches the attention of the whole model to our kernels, if each of its layers has eligible kernels. Returns the rows of the
+    receipt."""
     counts = Counter(_shape_of(layer) for layer in _attention_layers(model))
     outcomes: dict[_Shape, tuple[tuple[str, ...], str]] = {}
     for shape in counts:
@@ -162,8 +162,8 @@ def _experts_layers(model: Any) -> list[Any]:
 
 
 def _experts(model: Any) -> list[Row]:
-    """Arranges the weights of all experts for their kernels. If a kernel is eligible for every layer, switches all experts of the
-    model to these kernels; if not, drops the arranged weights. Returns the rows of the receipt.
+    """Arranges the weights of all experts for their kernels. If every layer has an eligible kernel, switches all experts of the
+    model to these kernels. If not, drops the arranged weights. Returns the rows of the receipt.
     """
     counts: Counter[tuple[str, str]] = Counter()
     reasons: Counter[tuple[str, str]] = Counter()

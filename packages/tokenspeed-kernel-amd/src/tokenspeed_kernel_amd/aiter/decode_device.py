@@ -26,7 +26,7 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_amd.mha_decode_with_kvcache`. Supports one new token per sequence, no LSE, no
+    """Implements the operator `tokenspeed_kernel_amd.mha_decode_with_kvcache`. Supports one new token per sequence, no LSE, no
     scales and no logit cap.
     """
     offsets = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)

@@ -28,7 +28,8 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_amd.mha_extend_with_kvcache`. Supports causal attention, no LSE, no scales and no logit cap."""
+    """Implements the operator `tokenspeed_kernel_amd.mha_extend_with_kvcache`. Supports causal attention, no LSE, no scales and no
+    logit cap."""
     return attend(
         q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, window_left, sinks,
         softmax_scale, out,

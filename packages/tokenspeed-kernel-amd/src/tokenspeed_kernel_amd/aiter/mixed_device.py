@@ -27,7 +27,7 @@ def mha_with_kvcache(
     tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_amd.mha_with_kvcache`. Supports no LSE, no scales and no logit cap."""
+    """Implements the operator `tokenspeed_kernel_amd.mha_with_kvcache`. Supports no LSE, no scales and no logit cap."""
     return attend(
         q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, window_left, sinks,
         softmax_scale, out,

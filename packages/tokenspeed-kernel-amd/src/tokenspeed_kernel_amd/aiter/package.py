@@ -25,8 +25,8 @@ def aiter_gap() -> str | None:
 
 @functools.cache
 def find_gap() -> str | None:
-    """Computes the result of `aiter_gap`. Both the distribution amd-aiter and the module ``aiter`` must be installed: PyPI's
-    package aiter is an unrelated library of asynchronous iterators."""
+    """Returns the reason why AITER cannot be used; None if it can. Both the distribution amd-aiter and the module ``aiter`` must be
+    installed: PyPI's package aiter is an unrelated library of asynchronous iterators."""
     try:
         version = metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -31,7 +31,7 @@ def mha_prefill(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_prefill`; ``v_head_dim`` is ``head_dim``, and ``logit_cap`` is 0.
+    """Implements the operator `tokenspeed_kernel_amd.mha_prefill`; ``v_head_dim`` is ``head_dim``, and ``logit_cap`` is 0.
 
     The first call of a configuration takes minutes, because AITER compiles its kernel. Later calls do not synchronise with the
     device.

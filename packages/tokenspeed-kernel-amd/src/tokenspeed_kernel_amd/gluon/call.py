@@ -61,7 +61,7 @@ class Operands(NamedTuple):
         k_token_vectors, v_token_vectors: the caches' stride from one slot of a page to the next, in vectors of 16 bytes. Triton
             infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 but not of 16. Triton
             could then not infer that rows are aligned to 16 bytes.
-        scale, cap: see `score_scaling`.
+        scale, cap: the factor of the dot products q @ k, and the logit cap times log2(e), see `score_scaling`.
         k_scale, v_scale: the scales of fp8 caches, or None.
         out, lse: the outputs; lse may be None.
     """
@@ -87,7 +87,7 @@ class Operands(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Sizes that are fixed by a model and its cache: compile-time constants."""
+    """Sizes that are fixed by a model and its cache: compile-time constants. ``gqa_ratio``: query heads per KV head."""
 
     kv_heads: int
     gqa_ratio: int
@@ -130,7 +130,8 @@ class Variant(NamedTuple):
 
 
 def score_scaling(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float]:
-    """Returns the kernel arguments ``scale`` and ``cap``, for base-2 exponentials; see `softmax_device.Scaling`."""
+    """Returns the factor of the dot products q @ k, and the logit cap times log2(e): the fields of `softmax_device.Scaling`. Both
+    are for base-2 exponentials."""
     scale = math.log2(math.e) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
     return scale * (2 / logit_cap) if logit_cap > 0 else scale, logit_cap * math.log2(math.e)
 
@@ -148,7 +149,7 @@ class Call:
         q, k_cache, v_cache: the operator's tensors, with contiguous rows.
         cu_seqlens_q: None if every sequence has exactly max_seqlen_q new tokens.
         max_seqlen_q: the operator's argument, but at most the number of tokens in the batch.
-        scale, cap: see `score_scaling`.
+        scale, cap: the factor of the dot products q @ k, and the logit cap times log2(e), see `score_scaling`.
         k_scale, v_scale: the scales of fp8 caches, one for all KV heads or one per KV head; or None.
         out: the tensor that kernels write to, with contiguous rows.
         given: the caller's ``out``, which may be another tensor.

@@ -35,7 +35,8 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`. Supports one new token per sequence, no scales and no logit cap.
+    """Implements the operator `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`. Supports one new token per sequence, no scales
+    and no logit cap.
 
     The call never waits for the device. If the page table has freed pages (-1) left of the window, page 0 must hold finite values.
     Make the first call before a graph is captured. That call loads the kernel, which takes minutes if nvcc compiles it, and

@@ -40,7 +40,7 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`. Supports no LSE, no scales and no logit cap.
+    """Implements the operator `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`. Supports no LSE, no scales and no logit cap.
 
     The call never waits for the device. Unused slots of the last page of each sequence must hold finite values. If the page table
     has freed pages (-1) left of the window, page 0 must also hold finite values. Make the first call before a graph is captured.

@@ -25,8 +25,8 @@ def mm(
     alpha: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.mm`. Supports block scales in tiles of 128x4, and no bias. With a bfloat16 ``a``, the module
-    ``mm`` declares the layout of b_scale.
+    """Implements the operator `tokenspeed_kernel_nvidia.mm`. Supports block scales in tiles of 128x4, and no bias. With a bfloat16
+    ``a``, the module ``mm`` declares the layout of b_scale.
 
     The call never waits for the device. Operands that are not contiguous (weights: along k) are copied. Make the first call before
     a graph is captured. That call loads the kernel, which takes minutes if nvcc compiles it, and allocates a workspace.

@@ -165,8 +165,8 @@ def moe_apply(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.moe_apply`. The call never waits for the device. Make the first call before a graph is
-    captured, because that call may compile the kernels.
+    """Implements the operator `tokenspeed_kernel_nvidia.moe_apply`. The call never waits for the device. Make the first call before
+    a graph is captured, because that call may compile the kernels.
     """
     if not x.numel():
         return deliver(torch.empty_like(x), out)

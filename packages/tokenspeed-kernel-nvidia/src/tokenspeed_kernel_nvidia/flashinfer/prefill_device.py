@@ -1,8 +1,8 @@
 """mha_prefill by ``flashinfer.prefill.trtllm_ragged_attention_deepseek``: TensorRT-LLM's generated kernels, for sm_100 and sm_103.
 
 The kernels must not see a sequence without tokens. So sequence lengths are needed on the host. If the caller passes
-``cu_seqlens_cpu``, the call does not wait for the device. Otherwise the lengths are copied from the device. The declaration's tag
-``waits`` announces this.
+``cu_seqlens_cpu``, the call does not wait for the device. Otherwise the call copies the lengths from the device and waits for the
+copy. Because of this case, the kernel's declaration (`prefill`) has the tag ``waits``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def mha_prefill(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_nvidia.mha_prefill`. Supports head_dim and v_head_dim 128 and 128, 192 and 128, or 256 and 256, and no
-    logit cap. Waits for the device if cu_seqlens_cpu is not given.
+    """Implements the operator `tokenspeed_kernel_nvidia.mha_prefill`. Supports head_dim and v_head_dim 128 and 128, 192 and 128, or
+    256 and 256, and no logit cap. Waits for the device if cu_seqlens_cpu is not given.
 
     Raises:
         RuntimeError: a graph is being captured, and cu_seqlens_cpu has a sequence without tokens.

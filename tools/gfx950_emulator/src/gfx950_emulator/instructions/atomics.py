@@ -119,7 +119,8 @@ def apply_in_order(
             bits.
 
     Returns:
-        The old values, in the operand's type, and whether memory changed. (A wave that polls with an atomic changes nothing.)
+        The old values, in the operand's type, and whether any value in memory changed. Callers count only a change as progress, so
+        that waves that poll with an atomic (a failing cmpswap, say) are recognised as waiting.
     """
     size = operand.dtype.itemsize
     apply: Any = operations(8 * size).get(kind)  # None for "cmpswap", which compares the operand

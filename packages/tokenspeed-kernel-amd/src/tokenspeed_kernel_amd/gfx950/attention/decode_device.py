@@ -73,7 +73,8 @@ def passed_splits(split, some, real, computed, split_blocks, before):
 
 @gluon.jit
 def search_split(split, operands, plan):
-    """Computes the result of `find_split` for a batch of several sequences with split-KV."""
+    """Returns what `find_split` returns: the split's sequence, the sequence's first split, and the key blocks per split. Used for
+    split-KV of several sequences, whose lengths are loaded plan.lengths at a time."""
     layout: gl.constexpr = everywhere_layout(plan.lengths, gl.num_warps())
     if plan.once:
         some, real, computed = blocks_at(operands, 0, plan, layout)
@@ -135,8 +136,8 @@ def decode_kernel(
     Sequences with more than plan.q_len new tokens, or with none, are skipped.
 
     Args:
-        operands, shape, strides, variant, tile_shape: see `gluon.call`.
-        partial, plan: see `gfx950.attention.decode`.
+        operands, shape, strides, variant, tile_shape: the call's tensors, sizes, strides, options and tile, see `gluon.call`.
+        partial, plan: the tensors of partial results, and the division of sequences into splits, see `gfx950.attention.decode`.
     """
     block_n: gl.constexpr = tile_shape.block_n
     rows: gl.constexpr = plan.q_len * shape.gqa_ratio
@@ -199,8 +200,8 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
     The kernel is latency-bound: dependent loads take almost all of the time. So the chain of loads is as short as possible.
 
     Args:
-        cu_seqlens_q, sinks, out, lse: see `gfx950.attention.call.Operands`.
-        partial, merge: see `gfx950.attention.decode`.
+        cu_seqlens_q, sinks, out, lse: the operator's tensors, see `gluon.call.Operands`.
+        partial, merge: the tensors of partial results, and the merge's constants, see `gfx950.attention.decode`.
     """
     v_head_dim: gl.constexpr = merge.v_head_dim
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [256 // v_head_dim, v_head_dim // 4], [1, 1], [1, 0])

@@ -85,7 +85,8 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_extend_with_kvcache`, which checks the arguments first. q_scale is None."""
+    """Implements the operator `tokenspeed_kernel_amd.mha_extend_with_kvcache`, which checks the arguments first. ``q_scale`` is
+    always None, because these kernels support no fp8 queries."""
     call = called(
         "mha_extend_with_kvcache", q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k,
         is_causal, window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,

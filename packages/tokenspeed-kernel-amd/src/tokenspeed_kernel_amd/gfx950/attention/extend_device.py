@@ -37,14 +37,15 @@ def extend_kernel(
     tile_shape: gl.constexpr,
     slots: gl.constexpr,
 ):
-    """Computes a tile of query rows of one KV head. Workgroups are numbered by sequence, tile and KV head, or by slot and KV head
-    if slots.shared. The KV head varies fastest.
+    """Computes the attention output of a tile of query rows (new tokens times the query heads of one KV head). Workgroups are
+    numbered by sequence, tile and KV head, or by slot and KV head if slots.shared. The KV head varies fastest.
 
     A sequence's last tiles run first, because they have the most keys. Sequences with at most slots.skipped new tokens are skipped.
 
     Args:
-        operands, shape, strides, variant, tile_shape: see `gluon.call`.
-        slots: see `gfx950.attention.extend`.
+        operands, shape, strides, variant, tile_shape: the call's tensors, sizes, strides, options and tile, see `gluon.call`.
+        slots: whether sequences share a grid of slots (one tile each), and which sequences are skipped, see
+            `gfx950.attention.extend`.
     """
     m: gl.constexpr = tile_shape.m
     gqa_ratio: gl.constexpr = shape.gqa_ratio

@@ -93,7 +93,7 @@ class Operands(NamedTuple):
     Attributes:
         cu_seqlens_q: always None, because every sequence has the same number of new tokens.
         token_vectors: distance from one slot of a page to the next, in vectors of 16 bytes.
-        scale, cap: see `score_scaling`.
+        scale, cap: the factor of the dot products q @ k, and the logit cap times log2(e), see `score_scaling`.
         q_scale, kv_scale: the scales of fp8 q and of an fp8 cache, or None.
     """
 
@@ -192,7 +192,7 @@ def mla_decode_with_kvcache(
     kv_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mla_decode_with_kvcache`, which checks the arguments first."""
+    """Implements the operator `tokenspeed_kernel_amd.mla_decode_with_kvcache`, which checks the arguments first."""
     tokens, heads, head_dim = q.shape
     batch = cache_seqlens.shape[0]
     lse = q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None

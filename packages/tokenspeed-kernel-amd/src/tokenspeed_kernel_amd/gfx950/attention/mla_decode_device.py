@@ -320,8 +320,8 @@ def attend_block(q, cache, buffer, start, end, state, visible, scaling, followin
 
 @gluon.jit
 def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, begin, end, visible, scaling, tile_shape):
-    """Computes attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see
-    `summed`."""
+    """Computes attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, with
+    row sums reduced across lanes (see `summed`)."""
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
     copied: gl.constexpr = 1 + shape.halves  # groups of copies per block
@@ -474,7 +474,7 @@ def mla_decode_kernel(
 
     Consecutive workgroups run on different XCDs. The workgroups of a split run on one XCD, whose L2 holds their keys.
 
-    Args: see `gfx950.attention.mla_decode`.
+    `gfx950.attention.mla_decode` describes the arguments.
     """
     block_n: gl.constexpr = tile_shape.block_n
     m: gl.constexpr = tile_shape.m

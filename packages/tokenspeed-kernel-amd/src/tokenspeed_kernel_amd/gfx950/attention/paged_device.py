@@ -78,14 +78,14 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
     """Computes attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens; the range may be empty.
 
     Args:
-        operands, shape, strides, variant, tile_shape: see `gluon.call`.
+        operands, shape, strides, variant, tile_shape: the call's tensors, sizes, strides, options and tile, see `gluon.call`.
         tile: the rows, see `QueryTile`.
         begin: the first position, a multiple of the smaller of page size and block size (both in tokens).
         ends_differ: whether the last visible position differs between rows; otherwise all rows see every key before ``end`` (and
             inside the window).
 
     Returns:
-        The softmax state, see `summed`.
+        The softmax state, with row sums reduced across lanes (see `summed`).
     """
     stored: gl.constexpr = operands.k_cache.dtype.element_ty
     layouts: gl.constexpr = attention_layouts(16, gl.num_warps(), tile_shape.block_n, shape.head_dim, shape.v_head_dim, stored)
@@ -104,7 +104,7 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
 @gluon.jit
 def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
     """Computes attention of q's rows to the keys at positions ``begin`` to ``end``; the range is not empty. Returns the softmax
-    state, see `summed`."""
+    state, with row sums reduced across lanes (see `summed`)."""
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
     span: gl.constexpr = page_span(cache.page_size, block_n)

@@ -129,7 +129,7 @@ class TileShape(NamedTuple):
     """The division of work: compile-time constants.
 
     Attributes:
-        block_m, block_n: see `Config`.
+        block_m, block_n: query rows per tile, and keys per iteration, see `Config`.
         block_b: how many sequence lengths a workgroup loads at once: 1 for one sequence, otherwise at least the batch size.
         cus: CUs per XCD.
     """
@@ -169,7 +169,8 @@ def mha_prefill(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_prefill`, which checks the arguments first. Does not synchronise with the device."""
+    """Implements the operator `tokenspeed_kernel_amd.mha_prefill`, which checks the arguments first. Does not synchronise with the
+    device."""
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[2]
     result = rows_to_write(out, q, tokens, heads, v_head_dim)

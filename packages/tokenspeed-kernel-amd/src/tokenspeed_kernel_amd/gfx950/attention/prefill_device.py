@@ -235,8 +235,8 @@ def attend_window(
 
 @gluon.jit
 def window_begins(first_row, window_left, block_m: gl.constexpr, variant: gl.constexpr):
-    """Returns two positions, both 0 without a window. Keys before the first are visible to no row of the tile. Keys from the second
-    up to ``first_row`` are visible to every row.
+    """Returns two positions, both 0 without a window. Keys before the first position are visible to no row of the tile. Keys from
+    the second position up to ``first_row`` are visible to every row.
 
     Both positions are multiples of block_m.
     """
@@ -378,7 +378,7 @@ def mha_prefill_gfx950(
 ):
     """Computes prefill as a persistent kernel: a workgroup computes tiles of its XCD's heads until none is left.
 
-    Arguments: see `gfx950.attention.prefill`.
+    `gfx950.attention.prefill` describes the arguments.
     """
     block_n: gl.constexpr = tile_shape.block_n
     dtype: gl.constexpr = operands.q.dtype.element_ty

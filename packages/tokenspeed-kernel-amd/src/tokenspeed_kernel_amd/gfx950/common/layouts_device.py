@@ -55,8 +55,9 @@ class LatentLayouts:
     Attributes:
         mfma: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, columns]. Waves divide keys and
             columns.
-        queries, rope_queries: operand layouts of q for the QK MFMAs. Rotary parts need their own, because the scaled MFMA for fp8
-            is 128 columns wide.
+        queries, rope_queries: operand layouts of q for the QK MFMAs. The rotary part has its own layout. For fp8, the latent
+            columns use the scaled MFMA, whose k is 128, but the rotary part has only 64 columns, so it uses the MFMA with k = 32.
+            For 16 bits, both layouts are the same.
         latents, ropes: LDS layouts, [block_n, columns] and [block_n, rope].
         latent_copy, rope_copy: layouts of the copies to LDS.
     """
@@ -132,9 +133,9 @@ def byte_storage(head_dim):
     reads.
 
     Banks repeat every 256 bytes. Padding is possible only after each 1 KB, the amount that a wave copies at once. In a read of 16
-    bytes per lane, keys whose indices differ by 1, 2 or 4 must be in different banks. In a transposing read, this holds for index
-    differences of 1, 2, 4 and 16. As many of these key pairs as possible lie within 256 bytes of LDS. All other pairs lie a
-    multiple of 1 KB apart, plus padding.
+    bytes per lane, keys whose indices differ by 1, 2 or 4 must be in different banks. In a transposing read, keys whose indices
+    differ by 1, 2, 4 or 16 must be in different banks. As many of these key pairs as possible lie within 256 bytes of LDS. All
+    other pairs lie a multiple of 1 KB apart, plus padding.
     """
     columns = [[0, 1 << bit] for bit in range(log2(head_dim))]
     rows = [1, 2, 8, 32, 16, 4] if head_dim == 64 else [1, 8, 32, 16, 4, 2]

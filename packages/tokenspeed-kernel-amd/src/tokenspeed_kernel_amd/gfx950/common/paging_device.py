@@ -36,7 +36,7 @@ class PagedCache:
     """The keys and values of one sequence and one KV head.
 
     Attributes:
-        keys, values: see `PagedRows`.
+        keys, values: the paged keys and the paged values, and their LDS buffers.
         table: pointer to the sequence's row of the page table.
         listed: LDS for PAGES_AT_ONCE entries of that row, see `list_pages`.
         length: number of the sequence's tokens in the cache.
@@ -82,8 +82,8 @@ def list_pages(cache, first, page_stride: gl.constexpr = 1):
 
 @gluon.jit
 def find_pages(cache, first, start, rows):
-    """Returns the page of each position of the block that begins at position ``start``, int64 [block_n]. ``first``: see
-    `list_pages`; ``rows``: the cache's keys or values, for the layout of the result."""
+    """Returns the page of each position of the block that begins at position ``start``, int64 [block_n]. ``first``: the position at
+    which the list of pages in LDS begins; ``rows``: the cache's keys or values, for the layout of the result."""
     row = gl.arange(0, rows.shared.shape[1], gl.SliceLayout(1, rows.copy))
     return cache.listed.gather((start >> log2(cache.page_size)) - first // cache.page_size + row // cache.page_size, 0).to(gl.int64)
 

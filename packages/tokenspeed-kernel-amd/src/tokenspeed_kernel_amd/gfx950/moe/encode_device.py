@@ -126,7 +126,8 @@ def split_by_block(values, exponents, finite, encoding: gl.constexpr):
     ``values`` minus the sum of all planes, divided by the last plane's scale.
 
     Args:
-        exponents, finite: see `block_exponents`. Blocks with a value that is not finite give zeros.
+        exponents, finite: each block's scale exponent, and whether its values are finite, from `block_exponents`. Blocks with a
+            value that is not finite give zeros.
     """
     reciprocal = gl.where(finite, (254 - exponents) << 23, 0).to(gl.float32, bitcast=True)
     left = gl.where(finite[:, :, None], values * reciprocal[:, :, None], 0.0)
@@ -216,13 +217,13 @@ def held_at_least(codes, exponents, encoding: gl.constexpr):
 
 @gluon.jit
 def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr):
-    """Encodes and stores one chunk of columns of the rows: ``values`` begins at element ``first`` of each row. Returns the minimum
+    """Encodes (quantises) and stores one chunk of the rows: ``values`` begins at element ``first`` of each row. Returns the minimum
     of ``held`` and the chunk's `held_at_least`.
 
     Args:
         step: float32 [rows], the rows' scales, if scales are per token or static.
         row: int32 [rows], indices of the rows in ``output``.
-        output: see `Output`.
+        output: the memory to write to, see `Output`.
     """
     BLOCK: gl.constexpr = values.shape[1] * 32
     layout: gl.constexpr = values.type.layout

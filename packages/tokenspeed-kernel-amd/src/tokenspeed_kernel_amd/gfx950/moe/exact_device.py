@@ -1,10 +1,12 @@
 # mypy: ignore-errors
-"""Exact dot products for rows of activations that the planes of `encoding` do not represent exactly.
-A *step* is 128 elements of k, a *quad* four steps.
+"""Exact dot products, in several passes, for rows of activations of which one pass does not represent enough elements exactly. A
+*step* is 128 elements of k, a *quad* four steps.
 
-A row that the planes do not represent exactly takes several passes. Each pass encodes the residual that the preceding passes leave,
-with its own block scales. The planes of all passes sum to the row's elements. A pass uses the MMAs and accumulators of the
-mainloop. The extra passes load weights and activations again and are not pipelined, because models rarely have such rows.
+The planes are the e4m3 values whose sum represents an element (see `encoding`). A row takes several passes if, in one of its
+blocks, one pass does not represent more than a quarter of the nonzero elements exactly. With ``encoding.exact``, one such element
+suffices. Each pass encodes the residual that the preceding passes leave, with its own block scales. The planes of all passes sum to
+the row's elements. A pass uses the MMAs and accumulators of the mainloop. The extra passes load weights and activations again and
+are not pipelined, because models rarely have such rows.
 """
 
 from __future__ import annotations
@@ -168,7 +170,8 @@ def add_exactly(first, second, own, source, passes, quads, FIRST: gl.constexpr, 
         first, second: accumulators of the first and the second halves of strips of weights.
         own: the warps' `Strips` of weights.
         source: `Source` of the tile's columns.
-        passes, quads: see `passes_of`.
+        passes: int32 [columns], number of passes of each row, from `passes_of`.
+        quads: number of quads per row.
         HALVES: 2, or 1 if ``own`` has only first halves. With 1, ``second`` is returned unchanged.
     """
     COLUMNS: gl.constexpr = first.shape[1]

@@ -65,7 +65,7 @@ class Shape(NamedTuple):
             per slot of the token and split of k.
         split: number of splits of k within a workgroup, each with its own warps.
         block: elements of a row (or of one split of it), padded; a power of two if there are more warps than rows.
-        top_k, num_experts: as in the plan.
+        top_k, num_experts: slots of a token, and number of experts, as in the plan.
         bias: whether the projection has a bias.
         limited: whether gate and up are clamped.
         encoding: the encoding of the GEMM's input.
@@ -107,7 +107,7 @@ def moe_apply_few(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See the operator `moe_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`. `few_enough` must be
+    """Implements the operator `moe_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`. `few_enough` must be
     True."""
     written = rows_to_write(out, x, *x.shape)
     if topk_ids.numel():
@@ -124,7 +124,8 @@ def moe_topk_apply_few(
     scaling: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See the operator `moe_topk_apply`. Requires what `moe_apply_few` requires, and that `few_enough_to_choose` is True."""
+    """Implements the operator `moe_topk_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`. `few_enough` and
+    `few_enough_to_choose` must be True."""
     written = rows_to_write(out, x, *x.shape)
     if len(x):
         slots = _MAX_PAIRS // power_of_two(len(x))
@@ -136,8 +137,8 @@ def moe_topk_apply_few(
 def _gemms(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, written: Tensor, router: Router | None
 ) -> None:
-    """Launches both GEMMs. With a router, the first launch writes ``topk_ids`` and ``topk_weights``; without, both launches read
-    them."""
+    """Launches both GEMMs. With a router, the first launch routes, and writes ``topk_ids`` and ``topk_weights``. Without a router,
+    both launches read them."""
     tokens, hidden = x.shape
     features = plan.intermediate_size
     encoding = encoding_of(plan)

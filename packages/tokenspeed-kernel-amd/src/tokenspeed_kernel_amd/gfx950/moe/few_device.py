@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""Device code of `few`: both GEMMs. Each workgroup encodes its own activations."""
+"""Device code of `few`: both GEMMs. Each workgroup encodes (quantises) its own activations.
+
+A *strip* is 32 rows of weights, a *quad* 512 elements of k. An *exact pass* adds to the accumulators the dot products of the
+residuals that the encoding leaves, see ``exact_device``."""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ _COLUMNS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def repeated_codes_layout(rows, warps):
-    """Returns the register layout of the MMAs' right operand, uint8 [1, 16 / rows, chunks, rows, 16]. Rows are replicated across
-    the 16 columns, and all warps hold the same encoded values."""
+    """Returns the register layout of the MMAs' right operand, uint8 [1, 16 / rows, chunks, rows, 16]. A chunk is 16 bytes of a row.
+    Rows are replicated across the 16 columns, and all warps hold the same encoded values."""
     return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
 
 
@@ -188,7 +191,8 @@ def encode(
 
 @gluon.jit
 def any_inexact(held, encoding: gl.constexpr):
-    """Returns whether some row may take exact passes. The result is the same in all waves. ``held``: result of `held_at_least`."""
+    """Returns whether some row may take exact passes. The result is the same in all waves. ``held``: result of `held_at_least`, a
+    lower bound of the number of a block's elements that the encoding represents exactly."""
     warps: gl.constexpr = gl.num_warps()
     if encoding.planes > 1 and not encoding.exact:
         shared = gl.allocate_shared_memory(gl.int8, [warps * 64], plain(1))
@@ -268,7 +272,7 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
     other workgroups exit at once.
 
     Args:
-        operands, swiglu, shape: see `few`.
+        operands, swiglu, shape: the tensors, the activation's parameters and the constants of the GEMM, see `few`.
         pairs: number of (token, expert) pairs.
         strips: number of strips of an expert.
         k: the inner dimension.
@@ -291,7 +295,7 @@ def routed_first_kernel(
     itself. One workgroup also writes the chosen ids and weights to ``operands``, for the down projection.
 
     Args:
-        logits, logits_stride, scaling, tokens, routing: see `choose`.
+        logits, logits_stride, scaling, tokens, routing: the router's logits and the routing's parameters, see `choose`.
         others: see `first_kernel`.
     """
     pair = gl.program_id(0) // blocks
@@ -329,7 +333,7 @@ def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swi
 
 @gluon.jit
 def add_pairs_exactly(gate, up, own, operands, token, k, inexact, shape: gl.constexpr):
-    """Adds the exact passes of the given tokens to the accumulators ``gate`` and ``up``, if ``inexact``. ``token``: int32
+    """If ``inexact``, adds the exact passes of the given tokens to the accumulators ``gate`` and ``up``. ``token``: int32
     [rows]."""
     if inexact:
         repeated = by_column(token, shape.rows, source_layout(gl.num_warps()))
@@ -341,7 +345,7 @@ def add_pairs_exactly(gate, up, own, operands, token, k, inexact, shape: gl.cons
 
 @gluon.jit
 def add_slots_exactly(acc, own, h, begins, length, ids, quads, inexact, shape: gl.constexpr):
-    """Adds the exact passes of each warp's row of ``h`` to ``acc``, if ``inexact``.
+    """If ``inexact``, adds the exact passes of each warp's row of ``h`` to the accumulator ``acc``.
 
     Args:
         begins, length: int32 [warps], the first element of a warp's row, and the row's number of elements.
@@ -360,7 +364,8 @@ def add_slots_exactly(acc, own, h, begins, length, ids, quads, inexact, shape: g
 
 @gluon.jit
 def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
-    """Computes the gate/up GEMM for the pairs at positions 1 to ``shape.rows`` among those of ``expert``.
+    """Computes the gate/up GEMM for up to ``shape.rows`` pairs of ``expert``: the workgroup's own pair and the pairs that follow
+    it.
 
     Args:
         place: int32 [64], the position of the lane's pair, counted from 1 at the workgroup's own pair; at most 0 for other pairs.
@@ -432,7 +437,7 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
     as well. Only the diagonal blocks of the accumulator are used, where row and column have the same slot and split.
 
     Args:
-        operands, shape: see `few`.
+        operands, shape: the tensors and the constants of the GEMM, see `few`.
         strips: number of strips of an expert.
         k: the inner dimension.
     """

@@ -74,9 +74,9 @@ class Operands(NamedTuple):
     """Tensors of a GEMM.
 
     Attributes:
-        order, tiles: the schedule, see ``schedule_device``.
+        order, tiles: the schedule, made by ``schedule_device``: the (token, slot) pairs sorted by expert, and the list of tiles.
         weight, weight_scale, bias: the projection's tensors, in the layout of `mxfp4_layout` or `fp8_block_layout`.
-        codes, scale: the encoded activations, see `encoding`.
+        codes, scale: the encoded (quantised) activations and their scales, see `encoding`.
         x, x_stride: the unencoded activations, and the stride of their rows in elements.
         out: the result of the GEMM, [pairs, features].
         out_static: the static scale of the gate/up GEMM's result, or None.
@@ -96,7 +96,8 @@ class Operands(NamedTuple):
 
 
 class Swiglu(NamedTuple):
-    """Parameters of the SwiGLU activation, see `MoEPlan`; ``limit`` is 0 if gate and up are not clamped."""
+    """Parameters of the activation ``(up + beta) * gate * sigmoid(alpha * gate)``, see `MoEPlan`. ``limit`` clamps gate and up; 0
+    for no clamp."""
 
     alpha: float
     limit: float
@@ -108,7 +109,7 @@ class Shape(NamedTuple):
 
     Attributes:
         columns: number of (token, slot) pairs in a tile, each a column of the MMAs.
-        blocks: see `Tile`.
+        blocks: number of tiles that a workgroup of the wide kernel computes in turn, see `Tile`.
         top_k: slots of a token.
         gated: True for the gate/up GEMM, which gathers the pairs' rows of x. Its epilogue applies the activation function. False
             for the down projection.
@@ -160,7 +161,7 @@ def moe_apply_many(
     tile: Tile | None = None,
     router: Router | None = None,
 ) -> Tensor:
-    """See the operator `moe_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`.
+    """Implements the operator `moe_apply`. Weights are in the layout of `mxfp4_layout` or `fp8_block_layout`.
 
     If ``tile`` is None, `tile_for` selects the tile. With a ``router``, the routing is written to ``topk_weights`` and
     ``topk_ids``, which must be contiguous, and `few_enough_to_route` must be True.

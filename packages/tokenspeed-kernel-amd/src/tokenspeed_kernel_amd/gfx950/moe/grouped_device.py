@@ -106,7 +106,7 @@ def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
 @gluon.jit
 def any_inexact(operands, held, first_row, count, shape: gl.constexpr):
     """Returns whether some row of a tile may take exact passes. The result is the same in all waves. ``held``: points to the rows'
-    results of the test `held_at_least`."""
+    results of the test `held_at_least`, one byte per row."""
     if shape.encoding.planes > 1 and not shape.encoding.exact:
         lanes: gl.constexpr = max(shape.columns, 64)
         layout: gl.constexpr = gl.BlockedLayout([lanes // 64], [64], [gl.num_warps()], [0])  # each wave has all rows
@@ -125,7 +125,8 @@ def source_of(operands, first_row, count, k, COLUMNS: gl.constexpr, shape: gl.co
 
 @gluon.jit
 def add_rows_exactly(first, second, own, operands, first_row, count, k, inexact, shape: gl.constexpr):
-    """Adds the exact passes of a tile's rows to the accumulators ``first`` and ``second``, if ``inexact``."""
+    """If ``inexact``, adds the exact passes of a tile's rows to the accumulators ``first`` and ``second``: the dot products of the
+    residuals that the encoding leaves (see ``exact_device``)."""
     if inexact:
         source = source_of(operands, first_row, count, k, shape.columns, shape)
         quads = (k + 511) // 512
@@ -141,7 +142,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
     varies fastest.
 
     Args:
-        operands, swiglu, shape: see `grouped`.
+        operands, swiglu, shape: the tensors, the activation's parameters and the constants of the GEMM, see `grouped`.
         rows: number of encoded rows per plane.
         row_bytes: bytes of an encoded row.
         strips: number of strips of an expert's weights.

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""The kernel for exact passes, launched after `wide_kernel`. The mainloop of `wide_kernel` leaves no registers for exact passes.
+"""The kernel for rows that need exact passes (see ``exact_device``), launched after `wide_kernel`. The mainloop of `wide_kernel`
+leaves no registers for exact passes.
 
 This kernel has the grid of `wide_kernel`. It computes again the rows of activations that the planes do not represent exactly, and
 overwrites their results. A workgroup without such rows exits after the test.
@@ -19,7 +20,8 @@ _PART = gl.constexpr(32)  # columns of a tile that are computed together
 
 @gluon.jit(do_not_specialize=["rows"])
 def exact_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
-    """Computes the exact rows of a tile of tokens for several blocks of strips. Grid and arguments: see `wide_kernel`."""
+    """Computes the rows of a tile of tokens that need exact passes, for several blocks of strips of weights. Grid and arguments:
+    see `wide_kernel`."""
     strip = gl.program_id(0) % groups * (shape.blocks * gl.num_warps())
     tile = operands.tiles + gl.program_id(0) // groups * 4
     expert = gl.load(tile)
@@ -34,7 +36,8 @@ def exact_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl
 
 @gluon.jit
 def compute_part(operands, expert, first_row, count, strip, strips, k, swiglu, shape: gl.constexpr):
-    """Computes the exact rows among 32 rows of a tile (or ``count``, if fewer remain), of which the first is ``first_row``."""
+    """Computes the rows that need exact passes among 32 rows of a tile, from ``first_row`` on (or among ``count`` rows, if fewer
+    remain)."""
     warps: gl.constexpr = gl.num_warps()
     acc_layout: gl.constexpr = accumulator_layout(warps)
     quads = (k + 511) // 512

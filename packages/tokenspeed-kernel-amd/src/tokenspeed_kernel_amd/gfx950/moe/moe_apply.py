@@ -91,7 +91,8 @@ def _registered(name: str, weights: str, dtypes: set[torch.dtype], **traits: Any
 def moe_apply(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None = None
 ) -> Tensor:
-    """See `tokenspeed_kernel_amd.moe_apply`, which has checked the arguments. Weights are as `WEIGHTS` prepares them."""
+    """Implements the operator `tokenspeed_kernel_amd.moe_apply`, which has checked the arguments. Weights are in the layout that
+    ``prepare`` of `WEIGHTS` makes."""
     launch = moe_apply_few if few_enough(len(x), plan, weights) else moe_apply_many
     return launch(x, weights, topk_weights, topk_ids, plan, out)
 

@@ -54,7 +54,8 @@ def _registered(name: str, weights: str, dtypes: set[torch.dtype], **traits: Any
 def moe_topk_apply(
     x: Tensor, logits: Tensor, weights: MoEWeights, plan: MoEPlan, renormalize: bool, scaling_factor: float, out: Tensor | None
 ) -> Tensor:
-    """See `tokenspeed_kernel_amd.moe_topk_apply`, which has checked the arguments. Weights are as `WEIGHTS` prepares them."""
+    """Implements the operator `tokenspeed_kernel_amd.moe_topk_apply`, which has checked the arguments. Weights are in the layout
+    that ``prepare`` of `WEIGHTS` makes."""
     tokens = len(x)
     few = few_enough(tokens, plan, weights)
     if few and few_enough_to_choose(tokens, plan):

@@ -110,7 +110,7 @@ def route_kernel(
         tiles: int32 [entries + 1, 4], receives each tile's expert, first index in ``order`` and number of pairs. The last entry
             receives the number of sorted pairs.
         x: [tokens, k], rows x_stride apart.
-        codes, scale, k, width, CHUNKS: see `encode_rows`.
+        codes, scale, k, width, CHUNKS: the memory for encoded tokens and the sizes of a row, see `encode_rows`.
         ROWS: the most pairs of a tile.
         CHUNK: number of ids that a workgroup loads at once.
     """
@@ -150,7 +150,7 @@ def choose_and_route_kernel(
     workgroup stores the routing. There are at most ``routing.rows`` tokens.
 
     Args:
-        logits, logits_stride, scaling, routing: see `choose`.
+        logits, logits_stride, scaling, routing: the router's logits and the routing's parameters, see `choose`.
         ids_out, weights_out: receive the top-k ids and weights, contiguous [tokens, top_k].
         others: see `route_kernel`.
     """

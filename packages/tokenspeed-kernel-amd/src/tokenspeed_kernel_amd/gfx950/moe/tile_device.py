@@ -6,7 +6,8 @@ fp8 block-scaled weights are float8e4nv, mxfp4 weights are uint8. A step of fp8 
 lane as a step of mxfp4 weights.
 
 A wave computes a strip of weights, that is, two tiles of 16 rows. All waves share a tile of tokens. Rows of the accumulator are
-features, and columns are tokens.
+features, and columns are tokens. In shapes, ``g`` is a lane's group along k (0 to 3), and ``r`` its row in a half strip (0 to 15):
+lane ``16 g + r``. ``b`` is a byte of the 16 bytes that a lane loads at once.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 A *step* is 128 elements of k, a *quad* four steps. A *strip* is 32 rows of weights, see `mxfp4_layout`; it has two *halves*.
 
 LDS holds two steps of all tokens; the next two steps are in flight through registers. A wave holds the weights of two steps in
-registers; the weights of the next two steps are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. Rows that
-need exact passes are left to ``grouped_exact_device``.
+registers; the weights of the next two steps are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. In
+shapes, ``g`` is a lane's group along k (0 to 3). Rows that need exact passes are left to ``grouped_exact_device``.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def store_columns(shared, arrived, encoding: gl.constexpr):
 def read_part(shared, ITEM: gl.constexpr, encoding: gl.constexpr):
     """Reads two steps of one plane of a chunk of 32 tokens from LDS: the MMAs' right operand [256, 32] (packed e2m1: [128, 32]),
     and the block scales, uint8 [32, 8]. Without block scales, returns the operand twice. ``ITEM`` is the chunk's index times the
-    number of planes, plus the plane."""
+    number of planes, plus the plane's index."""
     warps: gl.constexpr = gl.num_warps()
     operand: gl.constexpr = gl.DotOperandLayout(1, accumulator_layout(warps), 16)
     plane: gl.constexpr = ITEM % encoding.planes
@@ -300,8 +300,8 @@ def store_parts(operands, firsts, seconds, expert, strip, strips, tokens, count,
 
 @gluon.jit(do_not_specialize=["rows"])
 def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
-    """Computes a tile of tokens for several blocks of strips (one strip per warp) of one grouped GEMM. Workgroups are numbered by
-    tile of tokens and by group of blocks; the group varies fastest.
+    """Computes a tile of tokens for several blocks of strips of weights (a block has one strip per warp) of one grouped GEMM.
+    Workgroups are numbered by tile of tokens and by group of blocks; the group varies fastest.
 
     The pipeline runs across blocks of strips: during the epilogue of one block, the weights of the next are in flight.
 

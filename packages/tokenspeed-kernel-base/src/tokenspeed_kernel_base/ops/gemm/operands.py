@@ -139,7 +139,8 @@ def decode_operands(operator: str, a: Tensor, b: Tensor, a_scale: Tensor | None,
 
 
 def vary_scales(variation: Variation, a: Tensor, b: Tensor, **scales: Tensor | None) -> dict[str, Tensor]:
-    """For ``vary`` hooks: returns the ``a_scale`` and ``b_scale`` that change.
+    """For an operator's ``vary`` hook (see `variation`): returns new values of ``a_scale`` and ``b_scale``, by name. Scales that
+    keep their values are omitted.
 
     Packed int32 scales of captured calls get random exponents. The padding of tiles and of packed int32 elements is poisoned."""
     changed = {}

@@ -44,8 +44,9 @@ def make_tma(operation, tensor: cute.Tensor, box: tuple) -> Tma:
 
     Args:
         operation: load, multicast load or store.
-        box: the shape of a box: rows, then columns of 128 or 64 bytes in total, and possibly heads. Rows may be a pair of heads and
-            tokens. In shared memory, a head's rows are consecutive, and heads follow one another.
+        box: the shape of a box, ``(rows, columns)`` or ``(rows, columns, heads)``. One row's columns have 128 or 64 bytes. ``rows``
+            is a number, or a pair ``(heads, tokens)`` for a tensor viewed by `gqa_packed`. In shared memory, a head's rows are
+            consecutive, and heads follow one another.
     """
     rows, columns, *heads = box
     row_stride, row_count = columns, rows
@@ -183,7 +184,7 @@ class Ring:
 
         Args:
             count: number of boxes per tile.
-            dtype: see `tiles`.
+            dtype: dtype of the elements, if the memory is declared with another dtype.
         """
         columns = self.columns
         shape = ((heads, tokens), columns, self.panels, count, self.stages)

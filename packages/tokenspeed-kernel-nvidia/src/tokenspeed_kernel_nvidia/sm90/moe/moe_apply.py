@@ -125,7 +125,7 @@ def moe_apply(
     *,
     grouped: bool | None = None,
 ) -> Tensor:
-    """See the `moe_apply` operator. Weights must be in the layout that `prepare_weights` makes.
+    """Implements the operator `moe_apply`. Weights must be in the layout that `prepare_weights` makes.
 
     ``grouped``: True uses `grouped`, False `stream`; None chooses by the number of pairs. Exact activations always use `grouped`.
     """

@@ -97,7 +97,7 @@ def _launch(
     tags={"determinism"},
 )
 def silu_and_mul(x: Tensor, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.silu_and_mul`."""
+    """Implements the operator `tokenspeed_kernel.silu_and_mul`, which documents the arguments."""
     return _launch(x, out, 1.0, None, 0.0, interleaved=False, plain=True)
 
 
@@ -112,5 +112,5 @@ def silu_and_mul(x: Tensor, out: Tensor | None) -> Tensor:
     tags={"determinism"},
 )
 def swiglu(x: Tensor, alpha: float, limit: float | None, beta: float, interleaved: bool, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.swiglu`."""
+    """Implements the operator `tokenspeed_kernel.swiglu`, which documents the arguments."""
     return _launch(x, out, alpha, limit, beta, interleaved, plain=is_silu(alpha, limit, beta, interleaved))

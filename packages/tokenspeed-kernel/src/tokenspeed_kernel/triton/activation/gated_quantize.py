@@ -76,8 +76,8 @@ def swiglu_quantize(
     out: Tensor | None,
     scale_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """See `tokenspeed_kernel.swiglu_quantize`. With ``alpha`` 1, ``beta`` 0, no ``limit`` and columns not interleaved, the kernel
-    computes `silu_and_mul`."""
+    """Implements the operator `tokenspeed_kernel.swiglu_quantize`. With ``alpha`` 1, ``beta`` 0, no ``limit`` and columns not
+    interleaved, the kernel computes `silu_and_mul`."""
     intermediate, form = x.shape[-1] // 2, form_of(x, quantization)
     stored = stored_for(x, (*x.shape[:-1], intermediate), form, quantization.dtype, out, scale_out)
     if stored.codes.numel():

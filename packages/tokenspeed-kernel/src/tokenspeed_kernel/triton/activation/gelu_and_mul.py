@@ -26,7 +26,7 @@ device_code = DeviceModule(__name__ + "_device")
     tags={"determinism"},
 )
 def gelu_and_mul(x: Tensor, approximate: str, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.gelu_and_mul`."""
+    """Implements the operator `tokenspeed_kernel.gelu_and_mul`, which documents the arguments."""
     intermediate = x.shape[-1] // 2
     result = out if out is not None and has_rows(out) else x.new_empty((*x.shape[:-1], intermediate))
     if result.numel():

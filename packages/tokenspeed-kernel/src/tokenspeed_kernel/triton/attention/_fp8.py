@@ -13,7 +13,8 @@ _CONVERTS_E4M3 = {"cpu": False, "sm_80": False, "sm_86": False, "gfx942": False,
 
 
 def fp8_operand(x: Tensor) -> tuple[Tensor, str | None]:
-    """Returns the tensor to pass to a kernel for ``x``, and the ``FP8`` argument of `widened` (None if x is not fp8)."""
+    """Returns the tensor to pass to a kernel for ``x`` (x itself, or its bits as uint8), and the ``FP8`` argument of `widened`,
+    which tells the kernel how to convert elements: None if x is not fp8."""
     if x.dtype == torch.float8_e5m2:
         return x.view(torch.uint8), "e5m2 in bits"
     if x.dtype == torch.float8_e4m3fn:

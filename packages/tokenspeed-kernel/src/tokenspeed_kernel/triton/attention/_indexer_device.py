@@ -43,7 +43,7 @@ def _load_queries(q_rows, token, head, real, c, SHAPE: tl.constexpr, FORMATS: tl
 
 @triton.jit
 def _keys_of(seqlens_k, sequence, most, PAGE_SIZE: tl.constexpr):
-    """Returns ``(first_key, length)`` of a sequence: the row of its first key, and its number of keys.
+    """Returns ``(first_key, length)`` of a sequence: the row of its first key, and its number of keys, at most ``most``.
 
     With a paged cache, ``first_key`` has no meaning and is not read.
     """

@@ -32,7 +32,7 @@ class Band(NamedTuple):
 class Tile(NamedTuple):
     """The kernel's compile-time constants: query rows, numbers of MAIN and TAIL keys, and padded columns of keys and of values.
 
-    ``at_once``: see `Call.at_once`.
+    ``at_once``: how many sequences a program compares at a time when it searches for its sequence.
     """
 
     block_m: int

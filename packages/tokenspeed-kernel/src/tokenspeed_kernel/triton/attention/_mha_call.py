@@ -29,7 +29,8 @@ class Formats(NamedTuple):
 
     Attributes:
         dtype: Triton's dtype of the MMA operands.
-        q_fp8, kv_fp8: how 8-bit queries, keys and values are converted, see `_fp8`; None for other dtypes.
+        q_fp8, kv_fp8: how 8-bit queries, keys and values are converted to ``dtype`` (the ``FP8`` argument of `_fp8`); None for
+            other dtypes.
     """
 
     dtype: Any
@@ -86,7 +87,8 @@ class Call(NamedTuple):
         return 0 if self.page_table is None else self.k.shape[1]
 
     def slots(self, rows: int) -> int:
-        """Returns the number of slots of ``rows`` query rows each. Returns 0 if there are no tokens or no sequences."""
+        """Returns the size of the grid for tiles of ``rows`` query rows: an upper bound of the number of tiles of all sequences.
+        Returns 0 if there are no tokens or no sequences."""
         return self.q.shape[0] * self.group // rows + self.batch if self.q.shape[0] and self.batch else 0
 
     def operands(self) -> list[Any]:

@@ -22,7 +22,7 @@ def columns_of(rows, columns, stride, WIDTH: tl.constexpr, DTYPE: tl.constexpr, 
 
 @triton.jit
 def tile_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Finds the tile of query rows of a work item, see `sequence_of`.
+    """Finds the tile of query rows that work item ``slot`` computes. `sequence_of` explains how work items belong to sequences.
 
     Returns ``(sequence, start, q_len, first_row)``: the sequence, the index of its first token, the number of its queries, and the
     tile's first row in the sequence.

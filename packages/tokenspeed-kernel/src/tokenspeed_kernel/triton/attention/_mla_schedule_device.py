@@ -17,7 +17,8 @@ _PARTIAL = tl.constexpr(2)
 
 @triton.jit
 def _first_block(lengths, reach, BLOCK_N: tl.constexpr):
-    """Returns the index of the key block that contains the first key that some query sees. ``reach``: see `schedule_work_items`."""
+    """Returns the index of the key block that contains the first key that some query sees. ``reach``: with a window, how many of
+    the sequence's last keys some query sees; else -1."""
     return tl.where(reach < 0, 0, tl.maximum(lengths - reach, 0) // BLOCK_N)
 
 

@@ -86,7 +86,8 @@ def softmax_step(state, scores, factor):
 
 @triton.jit
 def join_sink(state, sink):
-    """Adds one score per row, the attention sink, to the state. ``sink`` is [M], in base e. Returns ``(decay, state)``."""
+    """Adds one score per row, the attention sink, to the state. ``sink`` is [M], in base e. Returns ``(decay, state)``: multiply
+    the accumulator by ``decay``."""
     sink = sink.to(tl.float32) * LOG2_E
     row_max = tl.maximum(state.row_max, sink)
     shift = finite_or_zero(row_max)

@@ -31,7 +31,8 @@ class Lengths(NamedTuple):
 
 
 class SizeLimits(NamedTuple):
-    """The fields of `SplitPlan` that determine the size of a work item."""
+    """The limits of a work item's number of key blocks, from `SplitPlan`. ``least``: fewest key blocks. ``long``: enough key blocks
+    to amortise the overhead. ``wave``, ``waves_work_items``: numbers of work items of a batch with little and with much work."""
 
     least: Any
     wave: Any

@@ -1,6 +1,6 @@
 """Device code for attention with draft trees. A node sees the tree's prefix, its own ancestors and itself.
 
-See `_softmax.tree_visible`.
+The reference is `tree_visible` of `tokenspeed_kernel_base.ops.attention._softmax`.
 """
 
 from __future__ import annotations

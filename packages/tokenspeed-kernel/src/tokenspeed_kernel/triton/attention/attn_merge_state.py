@@ -34,7 +34,7 @@ _ELEMENTS_ODD = 512
 def attn_merge_state(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None, lse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.attn_merge_state`."""
+    """Implements the operator `tokenspeed_kernel.attn_merge_state`, which documents the arguments."""
     if out is None:
         out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     if lse is None:

@@ -32,7 +32,7 @@ def dsa_indexer_scores(
     out: Tensor | None,
     lengths_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.dsa_indexer_scores`."""
+    """Implements the operator `tokenspeed_kernel.dsa_indexer_scores`, which documents the arguments."""
     scores, lengths = empty_outputs(q, k.shape[0], out, lengths_out)
     write_scores(q, k, weights, None, cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv, cu_seqlens, k_scale, scores, lengths)
     return scores, lengths

@@ -33,7 +33,7 @@ def dsa_indexer_scores_with_kvcache(
     out: Tensor | None,
     lengths_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.dsa_indexer_scores_with_kvcache`."""
+    """Implements the operator `tokenspeed_kernel.dsa_indexer_scores_with_kvcache`, which documents the arguments."""
     scores, lengths = empty_outputs(q, page_table.shape[1] * k_cache.shape[1], out, lengths_out)
     write_scores(q, k_cache, weights, page_table, cache_seqlens, cu_seqlens_q, k_scale_cache, scores, lengths)
     return scores, lengths

@@ -214,7 +214,7 @@ def mha_decode_with_kvcache(
     block_n: int | None = None,
     num_warps: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mha_decode_with_kvcache`."""
+    """Implements the operator `tokenspeed_kernel.mha_decode_with_kvcache`, which documents the arguments."""
     if out is None:
         out = torch.empty((*q.shape[:2], v_cache.shape[3]), dtype=output_dtype(q), device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None

@@ -430,10 +430,10 @@ def decode_kernel(
 ):  # fmt: skip
     """Computes the attention of a tile of query rows, of one KV head or of several, over the keys of one work item.
 
-    If KV heads have few query rows each, ``packed`` heads become one wide head. A query is 0 in the columns of other heads, and
+    If KV heads have few query rows each, TILE.packed of them become one wide head. A query is 0 in the columns of other heads, and
     only its own head's columns of the result are stored. The wide head needs no larger tile than one head, because tiles have a
-    minimum number of rows. Its memory accesses are longer, and so more efficient. But an infinite key of one head makes the
-    results of the program's other heads NaN as well.
+    minimum number of rows. Its memory accesses are longer, and so more efficient. But an infinite key of one head makes the results
+    of the program's other heads NaN as well.
     """
     GROUP: tl.constexpr = SHAPE.group
     PROGRAMS: tl.constexpr = SHAPE.heads // TILE.packed

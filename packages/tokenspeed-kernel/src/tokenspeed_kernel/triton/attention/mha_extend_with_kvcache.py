@@ -44,7 +44,7 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mha_extend_with_kvcache`. Lengths are read on the device only."""
+    """Implements the operator `tokenspeed_kernel.mha_extend_with_kvcache`. Lengths are read on the device only."""
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v_cache.shape[3], dtype=output_dtype(q))

@@ -63,7 +63,7 @@ def mha_prefill(
     num_warps: int | None = None,
     num_stages: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mha_prefill`. Never synchronises with the device, and ignores ``cu_seqlens_cpu``.
+    """Implements the operator `tokenspeed_kernel.mha_prefill`. Never synchronises with the device, and ignores ``cu_seqlens_cpu``.
 
     ``block_m``, ``num_warps`` and ``num_stages`` are described in `Tiles`. Calls that `_mha_band` handles ignore these options.
     """

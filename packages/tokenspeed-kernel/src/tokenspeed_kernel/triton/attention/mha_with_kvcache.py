@@ -52,7 +52,7 @@ def mha_with_kvcache(
     tree_mask: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mha_with_kvcache`. Lengths are read on the device only."""
+    """Implements the operator `tokenspeed_kernel.mha_with_kvcache`. Lengths are read on the device only."""
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v_cache.shape[3], dtype=output_dtype(q))

@@ -40,7 +40,7 @@ def mla_decode_with_kvcache(
     rope_cache: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mla_decode_with_kvcache`."""
+    """Implements the operator `tokenspeed_kernel.mla_decode_with_kvcache`, which documents the arguments."""
     return attend_latent(
         q,
         kv_cache,

@@ -39,7 +39,7 @@ def mla_extend_with_kvcache(
     kv_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mla_extend_with_kvcache`."""
+    """Implements the operator `tokenspeed_kernel.mla_extend_with_kvcache`, which documents the arguments."""
     return attend_latent(
         q,
         kv_cache,

@@ -59,7 +59,8 @@ def mla_prefill(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mla_prefill`. Never synchronises with the device, and ignores ``cu_seqlens_cpu``."""
+    """Implements the operator `tokenspeed_kernel.mla_prefill`. Never synchronises with the device, and ignores
+    ``cu_seqlens_cpu``."""
     tokens, heads, head_dim = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v.shape[2], dtype=output_dtype(q))

@@ -37,7 +37,7 @@ def mla_sparse_with_kvcache(
     rope_cache: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mla_sparse_with_kvcache`."""
+    """Implements the operator `tokenspeed_kernel.mla_sparse_with_kvcache`, which documents the arguments."""
     tokens, top_k = indices.shape
     if topk_length is None:
         topk_length = indices.new_full((tokens,), top_k)

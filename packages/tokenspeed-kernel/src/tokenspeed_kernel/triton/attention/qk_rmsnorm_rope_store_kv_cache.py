@@ -61,7 +61,7 @@ def qk_rmsnorm_rope_store_kv_cache(
     mrope_interleaved: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.qk_rmsnorm_rope_store_kv_cache`."""
+    """Implements the operator `tokenspeed_kernel.qk_rmsnorm_rope_store_kv_cache`, which documents the arguments."""
     (page_size, kv_heads, head_dim), v_head_dim = k_cache.shape[1:], v_cache.shape[3]
     tokens, rotary_dim = len(qkv), cos_sin_cache.shape[1]
     heads = (qkv.shape[1] - kv_heads * (head_dim + v_head_dim)) // head_dim

@@ -79,7 +79,7 @@ def rmsnorm_qkv_rope(
     out: Tensor | None,
     residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.rmsnorm_qkv_rope`."""
+    """Implements the operator `tokenspeed_kernel.rmsnorm_qkv_rope`, which documents the arguments."""
     tokens, hidden = x.shape
     columns = qkv_weight.shape[1]
     heads = columns // head_dim - 2 * kv_heads

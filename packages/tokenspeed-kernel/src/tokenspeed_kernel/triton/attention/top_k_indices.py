@@ -102,7 +102,7 @@ def search_of(rows: int, keys: int, top_k: int, device: torch.device) -> Search:
     tags={"determinism"},
 )
 def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.top_k_indices`."""
+    """Implements the operator `tokenspeed_kernel.top_k_indices`, which documents the arguments."""
     rows, keys = scores.shape
     if out is None:
         out = torch.empty(rows, top_k, dtype=torch.int32, device=scores.device)

@@ -108,7 +108,7 @@ def _list_block(scores, first, length, key_stride, bound, listed, entries, SEARC
 @triton.jit
 def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH: tl.constexpr):
     """Lists, in order of position, the scores of a span whose sort key is above ``key``, and up to top_k scores whose sort key
-    equals it.
+    equals ``key``.
 
     ``key`` is the sort key of the bound, see `_bound`. If at most _FEW_ALIKE scores of the sample equal the bound, ``key`` is one
     less. Then all scores >= the bound are listed, and scores equal to ``key`` are neither listed nor counted.

@@ -193,7 +193,7 @@ def _memory(protocol: str, peers: PeerMemory) -> tuple[object, ...]:
 
 
 def checked_peers(operator: str, protocol: str, group: ProcessGroup, nbytes: int, row_bytes: int) -> PeerMemory:
-    """Returns a group's peer memory after checking that a message fits it.
+    """Returns a process group's peer memory, after checking that a message fits.
 
     The selector checks this too, but calls that name the kernel bypass the selector.
 

@@ -62,8 +62,8 @@ def from_other(inside, rank, other, column):
 
 @triton.jit
 def slot_of(generations, position, column, inside, half, UNITS: tl.constexpr):
-    """Returns the byte offsets of a row's vectors in a rank's receive buffer, and the generations of the vectors' 512-byte
-    blocks.
+    """Returns the byte offsets of a row's vectors in a rank's receive buffer, and the generation counters of the vectors' 512-byte
+    blocks, whose parity selects the half of the buffer.
     """
     unit = position * UNITS + column // UNIT_VECTORS
     generation = tl.load(generations + unit, mask=inside, other=0)
@@ -72,8 +72,8 @@ def slot_of(generations, position, column, inside, half, UNITS: tl.constexpr):
 
 @triton.jit
 def next_generation(generations, position, column, inside, generation, UNITS: tl.constexpr):
-    """Increments the generations of a row's 512-byte blocks. Call it after a barrier, when all threads have read the old
-    generation.
+    """Increments the generation counters of a row's 512-byte blocks, so that the next call uses the other half of the receive
+    buffer. Call this function after a barrier, when all threads have read the old counters.
     """
     first = inside & (column % UNIT_VECTORS == 0)
     tl.store(generations + position * UNITS + column // UNIT_VECTORS, generation + 1, mask=first)
@@ -195,7 +195,7 @@ def sum_ranks(
 
 @triton.jit
 def clear_ranks(source, slot, column, inside, capacity, rank, WORLD: tl.constexpr):
-    """Resets the words that `sum_ranks` has read to the sentinel."""
+    """Resets the words that `sum_ranks` has read to the sentinel, the value that means "not yet arrived"."""
     for other in tl.static_range(WORLD):
         clear(source + other * capacity + slot, from_other(inside, rank, other, column))
 

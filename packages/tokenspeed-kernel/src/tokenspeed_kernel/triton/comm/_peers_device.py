@@ -151,7 +151,8 @@ def poll(address, active, limit, PACK: tl.constexpr):
 
 @triton.jit
 def clear(address, active):
-    """Resets vectors to the sentinel. Call it after a barrier, because another thread may still be polling the vector."""
+    """Resets vectors to the sentinel. Call this function after a barrier, because another thread may still be polling the
+    vector."""
     push(address, tl.full((address.shape[0], 4), SENTINEL, tl.int32), active)
 
 

@@ -25,8 +25,8 @@ from tokenspeed_kernel.triton.common_device import start
 
 @triton.jit
 def _advance(generations, position, UNITS: tl.constexpr, BLOCK_UNITS: tl.constexpr):
-    """Increments the generations of a row's 512-byte blocks. Call this function after a barrier, when all threads have read the
-    generations.
+    """Increments the generation counters of a row's 512-byte blocks, so that the next call uses the other half of the receive
+    buffer (see `slot_of`). Call this function after a barrier, when all threads have read the counters.
     """
     unit = tl.arange(0, BLOCK_UNITS)
     at = generations + position * UNITS + unit

@@ -34,7 +34,7 @@ def _all_reduce(protocol: str, x: Tensor, group: ProcessGroup, out: Tensor | Non
     tags={"determinism"},
 )
 def one_shot_all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.all_reduce`."""
+    """Implements the operator `tokenspeed_kernel.all_reduce`, which documents the arguments."""
     return _all_reduce(ONE_SHOT, x, group, out)
 
 
@@ -50,5 +50,5 @@ def one_shot_all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None) -> T
     tags={"determinism"},
 )
 def two_shot_all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.all_reduce`."""
+    """Implements the operator `tokenspeed_kernel.all_reduce`, which documents the arguments."""
     return _all_reduce(TWO_SHOT, x, group, out)

@@ -65,7 +65,7 @@ def one_shot_all_reduce_rmsnorm(
     out: Tensor | None,
     residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.all_reduce_rmsnorm`."""
+    """Implements the operator `tokenspeed_kernel.all_reduce_rmsnorm`, which documents the arguments."""
     return _all_reduce_rmsnorm(ONE_SHOT, x, weight, group, eps, residual, out, residual_out)
 
 
@@ -89,5 +89,5 @@ def two_shot_all_reduce_rmsnorm(
     out: Tensor | None,
     residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.all_reduce_rmsnorm`."""
+    """Implements the operator `tokenspeed_kernel.all_reduce_rmsnorm`, which documents the arguments."""
     return _all_reduce_rmsnorm(TWO_SHOT, x, weight, group, eps, residual, out, residual_out)

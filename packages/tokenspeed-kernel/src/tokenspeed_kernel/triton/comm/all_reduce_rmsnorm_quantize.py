@@ -35,7 +35,7 @@ def _launcher(protocol: str) -> Callable[..., Any]:
         scale_out: Tensor | None,
         residual_out: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """See `tokenspeed_kernel.all_reduce_rmsnorm_quantize`."""
+        """Implements the operator `tokenspeed_kernel.all_reduce_rmsnorm_quantize`, which documents the arguments."""
         granularity, block_size, kind = quantization.granularity, quantization.block_size, kind_of(quantization)
         if kind != "fp8" or granularity not in ("token", "block") or (granularity == "block" and block_size not in GROUPS):
             raise ValueError(

@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.traits import at_most
     tags={"determinism"},
 )
 def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.moe_combine`."""
+    """Implements the operator `tokenspeed_kernel.moe_combine`, which documents the arguments."""
     total = out if out is not None and out.is_contiguous() else x.new_empty(x.shape[0] // group.world_size, x.shape[1])
     if x.shape[0]:
         combine(x.contiguous(), ids.contiguous(), group, total)

@@ -41,7 +41,7 @@ def moe_dispatch(
     weights_out: Tensor | None,
     ids_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `tokenspeed_kernel.moe_dispatch`."""
+    """Implements the operator `tokenspeed_kernel.moe_dispatch`, which documents the arguments."""
     (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
     rows = group.world_size * tokens
     given = out, weights_out, ids_out

@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.spec import Priority
     tags={"determinism"},
 )
 def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.reduce_scatter`."""
+    """Implements the operator `tokenspeed_kernel.reduce_scatter`, which documents the arguments."""
     source = x.contiguous()
     total = out if out is not None and out.is_contiguous() else x.new_empty(x.shape[0] // group.world_size, *x.shape[1:])
     if x.numel():

@@ -156,7 +156,7 @@ def apply_rope(
     q_out: Tensor | None,
     k_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.apply_rope`."""
+    """Implements the operator `tokenspeed_kernel.apply_rope`, which documents the arguments."""
     (tokens, q_heads, head_dim), k_heads, rotary_dim = q.shape, k.shape[1], cos_sin_cache.shape[1]
     new_q = q_out if q_out is not None and q_out.stride(2) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     new_k = k_out if k_out is not None and k_out.stride(2) == 1 else torch.empty(k.shape, dtype=k.dtype, device=k.device)

@@ -99,7 +99,7 @@ def apply_rope_mla(
     out_dtype: torch.dtype | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.apply_rope_mla`."""
+    """Implements the operator `tokenspeed_kernel.apply_rope_mla`, which documents the arguments."""
     tokens, heads, rank = q_latent.shape
     rope = q_rope.shape[2]
     q = out

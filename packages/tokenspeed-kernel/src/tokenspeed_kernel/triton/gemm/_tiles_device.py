@@ -61,8 +61,8 @@ def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
 
 @triton.jit
 def scale_by_lines(acc, operand, line, inside, SCALING: tl.constexpr):
-    """Multiplies the accumulator by `scale_of_lines`, if the operand has one scale per line or one for all; else returns it as
-    is.
+    """Multiplies the accumulator by `scale_of_lines`, if the operand has one scale per line or one for all lines. Otherwise returns
+    the accumulator unchanged.
     """
     if SCALING == "line" or SCALING == "whole":
         acc *= scale_of_lines(operand, line, inside, SCALING)

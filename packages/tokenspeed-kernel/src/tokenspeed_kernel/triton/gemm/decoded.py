@@ -31,8 +31,9 @@ class Formats(NamedTuple):
 
     Attributes:
         a, b: formats of the operands.
-        a_scaling, b_scaling, a_scales, b_scales, a_block, b_block, b_lines, a_swizzled, b_swizzled: ``scaling``, ``scale_format``,
-            ``block``, ``lines_each`` and ``swizzled`` of each `Operand`.
+        a_scaling, b_scaling, a_scales, b_scales, a_block, b_block, b_lines, a_swizzled, b_swizzled: granularity and storage format
+            of the scales, elements along k per scale, columns of b per scale, and whether scales are in tiles of 128x4. See
+            ``scaling``, ``scale_format``, ``block``, ``lines_each`` and ``swizzled`` of `Operand`.
         split_a: whether a is split into the sum of two bfloat16.
         compute, precision: Triton's dtype of the MMA operands, and ``input_precision`` of float32 dot products.
         native, interpreted: whether the device converts 8-bit floats in hardware, and whether Triton's interpreter runs the
@@ -58,8 +59,8 @@ class Formats(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The kernel's compile-time constants: the sizes of `Tile`, whether ``Tile.k`` divides the operands' k, and ``GROUP`` of
-    `tile_of`.
+    """The kernel's compile-time constants: the sizes of `Tile`, whether ``Tile.k`` divides the operands' k, and the number of rows
+    of tiles in a group of the tile order (``GROUP`` of `tile_of`).
     """
 
     m: int

@@ -24,7 +24,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Scaling(NamedTuple):
-    """Granularity (a, b) and storage format (a_stored, b_stored) of the scales of a and b, see `_operands`.
+    """Granularity (a, b) and storage format (a_stored, b_stored) of the scales of a and b: constants of `_operands`.
 
     A scale of b covers ``block`` elements along k and ``b_lines`` columns.
     """
@@ -60,7 +60,7 @@ class Config(NamedTuple):
         persistent: persistent programs per SM/CU; 0 for one program per tile.
         partial: add each step's MMA result to the accumulator in float32, because the tensor core's fp8 accumulator is narrower.
         descriptors: load tiles through tensor descriptors if the operands' layouts allow it.
-        group: tile rows in a group, see `tile_of`.
+        group: number of rows of tiles within which the tile order goes column by column, see `tile_of`.
     """
 
     m: int

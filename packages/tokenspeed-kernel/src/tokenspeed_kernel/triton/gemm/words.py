@@ -104,7 +104,8 @@ def _in_words(x: Tensor, strides: tuple[int, int, int], each: int) -> bool:
 
 
 def _arranged(a: Tensor, step: int) -> Tensor:
-    """Permutes each run of ``step`` elements of a row: first the elements 4j, then 4j + 1, 4j + 2 and 4j + 3.
+    """Permutes each run of ``step`` elements of a row: first the elements 4j, then 4j + 1, 4j + 2 and 4j + 3. This is the order in
+    which words are dequantised to four tiles of weights.
 
     Rows are padded with zeros to a multiple of ``step``.
     """

@@ -44,7 +44,8 @@ def encoding_for(values: Tensor, cache: Tensor, k_scale: Tensor | None = None, v
 
 
 def cache_format(values: torch.dtype, cache: torch.dtype) -> str:
-    """Returns the argument ``FORMAT`` of `as_stored` for values and a cache of these dtypes."""
+    """Returns the argument ``FORMAT`` of `as_stored` for values and a cache of these dtypes: "copied" if the dtypes are equal,
+    otherwise the name of the cache's 8-bit float format."""
     return COPIED if values == cache else FP8_NAMES[cache]
 
 

@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 def compact_kv_cache(
     k_cache: Tensor, v_cache: Tensor | None, page_table: Tensor, cache_seqlens: Tensor, path: Tensor, counts: Tensor
 ) -> None:
-    """See `tokenspeed_kernel.compact_kv_cache`."""
+    """Implements the operator `tokenspeed_kernel.compact_kv_cache`, which documents the arguments."""
     batch, nodes = path.shape
     k, v = _as_heads(k_cache), None if v_cache is None else _as_heads(v_cache)
     width, v_width = k.shape[2:].numel(), 0 if v is None else v.shape[2:].numel()

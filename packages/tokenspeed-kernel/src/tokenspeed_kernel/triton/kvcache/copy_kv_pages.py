@@ -24,7 +24,7 @@ pages_device = DeviceModule("tokenspeed_kernel.triton.kvcache._pages_device")
     tags={"determinism"},
 )
 def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, source: Tensor | None) -> None:
-    """See `tokenspeed_kernel.copy_kv_pages`."""
+    """Implements the operator `tokenspeed_kernel.copy_kv_pages`, which documents the arguments."""
     origin = cache if source is None else source
     if not source_pages.numel() or not cache.numel() or not origin.numel():
         return

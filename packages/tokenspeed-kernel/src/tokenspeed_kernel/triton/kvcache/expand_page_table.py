@@ -26,7 +26,7 @@ _BLOCK = 1024
     tags={"determinism"},
 )
 def expand_page_table(page_table: Tensor, factor: int, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.expand_page_table`."""
+    """Implements the operator `tokenspeed_kernel.expand_page_table`, which documents the arguments."""
     batch, pages = page_table.shape
     expanded = torch.empty(batch, pages * factor, dtype=torch.int32, device=page_table.device) if out is None else out
     if expanded.numel():

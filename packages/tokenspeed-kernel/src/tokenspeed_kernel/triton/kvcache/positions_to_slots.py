@@ -35,7 +35,7 @@ _TOKENS, _SEQUENCES_A_TOKEN = 128, 32
 def positions_to_slots(
     positions: Tensor, page_table: Tensor, page_size: int, cu_seqlens_q: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """See `tokenspeed_kernel.positions_to_slots`."""
+    """Implements the operator `tokenspeed_kernel.positions_to_slots`, which documents the arguments."""
     tokens, (batch, max_pages) = len(positions), page_table.shape
     slots = torch.empty(positions.shape, dtype=positions.dtype, device=positions.device) if out is None else out
     if not slots.numel():

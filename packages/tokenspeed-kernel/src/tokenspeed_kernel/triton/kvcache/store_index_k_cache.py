@@ -35,7 +35,7 @@ _ELEMENTS, _WARPS = 1024, 2
     tags={"determinism"},
 )
 def store_index_k_cache(k: Tensor, k_cache: Tensor, k_scale_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> None:
-    """See `tokenspeed_kernel.store_index_k_cache`."""
+    """Implements the operator `tokenspeed_kernel.store_index_k_cache`, which documents the arguments."""
     tokens, head_dim = k.shape
     if not tokens or not k_cache.numel():
         return

@@ -73,7 +73,7 @@ _ENCODED_FORMATS = {
 def store_kv_cache(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> None:
-    """See `tokenspeed_kernel.store_kv_cache`."""
+    """Implements the operator `tokenspeed_kernel.store_kv_cache`, which documents the arguments."""
     tokens, kv_heads, head_dim = k.shape
     if not k.numel() + v.numel() or not k_cache.numel() + v_cache.numel():
         return

@@ -85,7 +85,7 @@ def store_mla_kv_cache(
     kv_scale_cache: Tensor | None,
     rope_cache: Tensor | None,
 ) -> None:
-    """See `tokenspeed_kernel.store_mla_kv_cache`."""
+    """Implements the operator `tokenspeed_kernel.store_mla_kv_cache`, which documents the arguments."""
     tokens, rank = latent.shape
     if not tokens or not kv_cache.numel():
         return

@@ -28,7 +28,8 @@ def _store_groups(
 ):
     """Quantises the latents of TILE.tokens tokens to fp8, with a scale per group, and stores them and the scales in the cache.
 
-    A tile has one row per group.
+    A group is GROUPS.group consecutive columns of one token's latent. The tile has one row for each group of each token:
+    [TILE.tokens * TILE.rank / GROUPS.group, GROUPS.group].
     """
     LENGTH: tl.constexpr = GROUPS.group
     FORMAT: tl.constexpr = ENCODING.format

@@ -23,7 +23,7 @@ pages_device = DeviceModule("tokenspeed_kernel.triton.kvcache._pages_device")
     tags={"determinism"},
 )
 def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
-    """See `tokenspeed_kernel.zero_kv_pages`."""
+    """Implements the operator `tokenspeed_kernel.zero_kv_pages`, which documents the arguments."""
     if not pages.numel() or not cache.numel():
         return
     (stored,) = as_integers(cache)

@@ -17,8 +17,10 @@ from tokenspeed_kernel.triton.linear_attention._chunks_device import bounded, in
 from tokenspeed_kernel.triton.linear_attention._gates_device import log_decay, strength
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Limit of the magnitude of a channel's log2 decay over half a block. Within the limit, a token pair's decay is the product of two
-# factors, one before and one after the block's middle: 2^60 * 2^60 is still finite in float32.
+# Limit of the magnitude of a channel's log2 decay over half a block. `_within` computes the decay of a token pair (i, j) from two
+# factors, 2^d[i] and 2^-d[j], where d is the running log2 decay relative to the block's middle. Within the limit, |d| is at most 60
+# and each factor at most 2^60. So even the largest decay, 2^120, is finite in float32. It occurs only above the diagonal of the
+# block, which is masked.
 _STEEPEST = tl.constexpr(60.0)
 
 
@@ -68,7 +70,8 @@ def _within(system, weights, keys, queries, running, lower, upper, TILE: tl.cons
 
 @triton.jit
 def _causal(weights, own, q_factor, k_factor, token):
-    """Computes scale * P of a block of tokens from its Q K^T. ``own`` replaces the diagonal of Q K^T."""
+    """Computes scale * P (the causal, decayed Q K^T, see `_chunks_device`) of a block of tokens, from its decayed Q K^T. ``own``
+    replaces the diagonal."""
     weights = tl.where(token[:, None] == token[None, :], own[:, None], weights) * q_factor[:, None] * k_factor[None, :]
     return tl.where(token[:, None] >= token[None, :], weights, 0.0)
 

@@ -22,5 +22,6 @@ def rows(x: Tensor) -> Tensor:
 
 
 def gates_of(A_log: Tensor | None, dt_bias: Tensor | None) -> int:
-    """Returns the argument GATES of `_gates_device.log_decay`: whether the gates are raw, and whether they have a bias."""
+    """Returns the argument GATES of `_gates_device.log_decay`: 0 if the gates are log decays, 1 if they are raw, 2 if they are raw
+    and have a bias."""
     return 0 if A_log is None else 1 if dt_bias is None else 2

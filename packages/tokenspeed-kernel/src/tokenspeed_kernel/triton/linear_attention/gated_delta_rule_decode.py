@@ -30,7 +30,8 @@ class Shape(NamedTuple):
         k_dim, v_dim: rows and columns of a state.
         v_heads: number of value heads.
         group: value heads per query/key head.
-        gates: what the argument g holds, see ``GATES`` of `_gates_device.log_decay`.
+        gates: what the argument g holds: 0 for log decays, 1 for raw gates, 2 for raw gates with a bias, see
+            `_gates_device.log_decay`.
         per_channel: whether there is one gate per channel rather than per token.
         l2norm, eps: whether queries and keys are L2-normalised, and the epsilon added to their sums of squares.
         outputs: whether the state after every token is written.
@@ -109,7 +110,7 @@ def gated_delta_rule_decode(
     scale: float | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.gated_delta_rule_decode`."""
+    """Implements the operator `tokenspeed_kernel.gated_delta_rule_decode`, which documents the arguments."""
     batch, tokens, heads, k_dim = q.shape
     v_heads, v_dim = v.shape[2:]
     result = out if out is not None and out.is_contiguous() else torch.empty(v.shape, dtype=v.dtype, device=v.device)

@@ -35,7 +35,8 @@ class Shape(NamedTuple):
         width: channels per key that the second step reads: k_dim rounded up to a multiple of `_ALIGNMENT`. The added channels are
             zeros.
         group: value heads per query/key head.
-        gates: what the argument g holds, see ``GATES`` of `_gates_device.log_decay`.
+        gates: what the argument g holds: 0 for log decays, 1 for raw gates, 2 for raw gates with a bias, see
+            `_gates_device.log_decay`.
         per_channel: whether there is one gate per channel rather than per token.
         l2norm, eps: whether queries and keys are L2-normalised, and the epsilon added to their sums of squares.
         initial: whether some sequences start from a given state.
@@ -185,7 +186,7 @@ def gated_delta_rule_prefill(
     scale: float | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.gated_delta_rule_prefill`."""
+    """Implements the operator `tokenspeed_kernel.gated_delta_rule_prefill`, which documents the arguments."""
     tokens, heads, k_dim = q.shape
     v_heads, v_dim = v.shape[1:]
     batch = len(state_slots)

@@ -85,7 +85,8 @@ class Sizes(NamedTuple):
 
 
 class Swiglu(NamedTuple):
-    """The parameters of the gated activation, see `gated` and `clamp_gated`."""
+    """The parameters of the gated activation ``(up + beta) * gate * sigmoid(alpha * gate)``; ``limit`` clamps gate and up, see
+    `clamp_gated`."""
 
     alpha: Any
     limit: Any

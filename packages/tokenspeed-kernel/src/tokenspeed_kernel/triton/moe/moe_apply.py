@@ -246,7 +246,7 @@ _BLOCKS_FP8_DECODED = {**_BLOCKS, "sm_90": _LARGE_MEMORY_FP8_DECODED}
     tags={"determinism"},
 )
 def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.moe_apply`."""
+    """Implements the operator `tokenspeed_kernel.moe_apply`, which documents the arguments."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     tokens = len(x)

@@ -198,7 +198,7 @@ def moe_apply(
     *,
     regime_index: int | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.moe_apply`. Weights are in the layout of `prepare_weights`.
+    """Implements the operator `tokenspeed_kernel.moe_apply`. Weights are in the layout of `prepare_weights`.
 
     ``regime_index``: index of the architecture's regime, ordered by rising numbers of pairs; clamped to the last regime.
     """

@@ -1,4 +1,5 @@
-"""Device code of `moe_apply_mxfp4`."""
+"""Device code of `moe_apply_mxfp4`. Weight rows are in pairs: gate and up of a feature in w13, rows ``r`` and ``r + rows / 2`` in
+w2. A *chunk* is 64 elements of k."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.c
 
 
 class Inputs(NamedTuple):
-    """The input rows ``[rows, k]``, and their float32 scales, one per row, if OPTIONS.scaled."""
+    """The input rows ``[rows, k]`` of activations. If OPTIONS.scaled, also their float32 scales, one per row."""
 
     first: Any  # a pointer to the first element
     row_stride: Any
@@ -76,7 +77,7 @@ class Sizes(NamedTuple):
 
 
 class Swiglu(NamedTuple):
-    """The parameters of the gated activation, see `_activated`."""
+    """The parameters of the gated activation ``(up + beta) * gate * sigmoid(alpha * gate)``; ``limit`` clamps gate and up."""
 
     alpha: Any
     limit: Any

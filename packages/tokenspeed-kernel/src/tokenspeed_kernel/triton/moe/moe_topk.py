@@ -69,7 +69,7 @@ def moe_topk(
     weights_out: Tensor | None,
     ids_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.moe_topk`."""
+    """Implements the operator `tokenspeed_kernel.moe_topk`, which documents the arguments."""
     tokens, experts = logits.shape
     weights = logits.new_empty(tokens, top_k, dtype=torch.float32) if weights_out is None else weights_out
     ids = logits.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out

@@ -91,7 +91,8 @@ def _softmax(x):
 
 @triton.jit
 def _pop_largest(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
-    """Writes the expert id of each row's largest key to ``chosen[:, slot]``, and removes the key. Ties go to the lowest id.
+    """Writes the expert id of each row's largest key to ``chosen[:, slot]``, and removes this key from ``keys``. Ties go to the
+    lowest id.
 
     Returns the updated keys and chosen ids.
     """
@@ -131,7 +132,7 @@ def _close_groups(
 ):
     """Sets the sort keys ``[rows, groups * group]`` of experts outside the TOP_GROUPS best groups to ``_REMOVED``.
 
-    The score of a group is its largest score; if ``TWO``, the sum of its two largest scores.
+    The score of an expert group is the largest score of its experts; if ``TWO``, the sum of the two largest.
     """
     rows: tl.constexpr = keys.shape[0]
     grouped = tl.reshape(keys, [rows, GROUPS_PADDED, GROUP_PADDED])

@@ -100,7 +100,7 @@ def rmsnorm_moe_topk(
     ids_out: Tensor | None,
     residual_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `tokenspeed_kernel.rmsnorm_moe_topk`."""
+    """Implements the operator `tokenspeed_kernel.rmsnorm_moe_topk`, which documents the arguments."""
     tokens, hidden = x.shape
     experts = router_weight.shape[1]
     weights = x.new_empty(tokens, top_k, dtype=torch.float32) if weights_out is None else weights_out

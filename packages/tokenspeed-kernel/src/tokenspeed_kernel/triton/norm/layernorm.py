@@ -34,7 +34,7 @@ def layernorm(
     out: Tensor | None,
     residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.layernorm`."""
+    """Implements the operator `tokenspeed_kernel.layernorm`, which documents the arguments."""
     return launch_rows(
         device_code.layernorm_kernel,
         x,

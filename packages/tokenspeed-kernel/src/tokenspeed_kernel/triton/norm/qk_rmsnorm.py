@@ -56,7 +56,7 @@ def tile_for(head_dim: int) -> Tile:
 def qk_rmsnorm(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, q_out: Tensor | None, k_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.qk_rmsnorm`."""
+    """Implements the operator `tokenspeed_kernel.qk_rmsnorm`, which documents the arguments."""
     (tokens, q_heads, head_dim), k_heads = q.shape, k.shape[1]
     new_q = q_out if q_out is not None and q_out.stride(2) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     new_k = k_out if k_out is not None and k_out.stride(2) == 1 else torch.empty(k.shape, dtype=k.dtype, device=k.device)

@@ -143,5 +143,5 @@ def launch_rows(
 def rmsnorm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.rmsnorm`."""
+    """Implements the operator `tokenspeed_kernel.rmsnorm`, which documents the arguments."""
     return launch_rows(device_code.rmsnorm_kernel, x, weight, eps, residual, out, residual_out)

@@ -81,7 +81,7 @@ def _like_tokens(x: Tensor) -> bool:
 def rmsnorm_gated(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, norm_before_gate: bool, out: Tensor | None
 ) -> Tensor:
-    """See `tokenspeed_kernel.rmsnorm_gated`."""
+    """Implements the operator `tokenspeed_kernel.rmsnorm_gated`, which documents the arguments."""
     result = out if out is not None and out.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         source, gates = _as_heads(x), _as_heads(gate)

@@ -40,7 +40,7 @@ def rmsnorm_quantize(
     scale_out: Tensor | None,
     residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """See `tokenspeed_kernel.rmsnorm_quantize`."""
+    """Implements the operator `tokenspeed_kernel.rmsnorm_quantize`, which documents the arguments."""
     hidden, form = x.shape[-1], form_of(x, quantization)
     stored = stored_for(x, x.shape, form, quantization.dtype, out, scale_out)
     total = None

@@ -52,11 +52,12 @@ class Form(NamedTuple):
         e8m0: whether fp8's scales are e8m0 rather than float32.
         format: the 8-bit float of fp8.
         limit: the largest finite value of that 8-bit float.
-        group: consecutive elements that share a scale; or `ROW`, or `GIVEN`.
+        group: number of consecutive elements that share a scale; or `ROW` (one scale per row), or `GIVEN` (the caller passes the
+            scale).
         up: whether mxfp8's e8m0 scales are rounded up.
         native, interpreted: whether the device converts 8-bit floats in hardware, and whether Triton's interpreter runs the
             kernel, see `Abilities`.
-        steps: see `division_steps` of the encoder.
+        steps: how often a quotient is corrected by its remainder, see `division_steps`.
     """
 
     name: str
@@ -91,7 +92,8 @@ def form_of(x: Tensor, quantization: Quantization) -> Form:
 
 
 def least_columns(form: Form) -> int:
-    """Returns the fewest columns of a tile: one group, or four groups if four scales of a row are stored together."""
+    """Returns the fewest columns of a tile: one group of elements that share a scale, or four groups if four scales of a row are
+    stored together."""
     return form.group if form.scales == "rows" else 4 * form.group
 
 

@@ -14,7 +14,7 @@ _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 
 @triton.jit
 def scale_of(amax, LIMIT: tl.constexpr):
-    """Returns the float32 scale of a group, given its amax. LIMIT: the largest finite value of the 8-bit format."""
+    """Returns the float32 scale of a group of elements, given their amax. LIMIT: the largest finite value of the 8-bit format."""
     scale = tl.div_rn(amax, LIMIT)
     return tl.maximum(scale, _SMALLEST_NORMAL, propagate_nan=tl.PropagateNan.ALL)
 
@@ -155,7 +155,7 @@ def quantize_regions_kernel(
 ):
     """Quantises one region of ``rows`` by ``columns`` of a matrix ``[m, k]``. q is contiguous.
 
-    With ``ONCE`` the region is held in registers; without, it is read twice, in chunks.
+    With ``ONCE``, the region is held in registers. Without ``ONCE``, the region is read twice, in chunks.
     """
     region = tl.program_id(0)
     batch = (region // (regions_m * regions_k)).to(tl.int64)

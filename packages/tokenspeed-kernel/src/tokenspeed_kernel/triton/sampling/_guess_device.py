@@ -97,7 +97,7 @@ def bins_to_list(counts, vocab, most, negligible, floor):
 
 @triton.jit
 def ids_of_groups(index, group, length, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr):
-    """Returns the int32 ids of the tokens at ``index`` in the concatenation of all groups. ``group``: the number of each token's
+    """Returns the int32 ids of the tokens at ``index`` in the concatenation of all groups. ``group``: the index of each token's
     group.
     """
     member = index % (BLOCKS * RUN)

@@ -37,7 +37,7 @@ class Spans:
 
 
 def spans_of(logits: Tensor) -> Spans:
-    """Returns the spans for logits ``[rows, vocab]``."""
+    """Returns the split into spans for logits ``[rows, vocab]``."""
     rows, vocab = logits.shape
     wanted = next_power_of_2(sm_count_of(logits.device) * _PROGRAMS_PER_SM // rows // 2 + 1)
     length = min(max(cdiv(vocab, wanted), _SHORTEST_SPAN), _LONGEST_SPAN)
@@ -85,12 +85,12 @@ class Groups:
 
     @property
     def count(self) -> int:
-        """Returns the number of groups per row."""
+        """Returns the number of groups (of tokens) per row."""
         return self.spans * (self.block // self.run)
 
 
 def groups_of(logits: Tensor) -> Groups:
-    """Returns the groups for logits ``[rows, vocab]``."""
+    """Returns the split into groups for logits ``[rows, vocab]``."""
     rows, vocab = logits.shape
     block = _BLOCK_BYTES // logits.element_size()
     blocks = _SPAN_OF_GROUPS // block

@@ -91,7 +91,8 @@ def floor_octaves(floor):
 
 @triton.jit
 def uniform(seed, offset):
-    """Computes `tokenspeed_kernel_base.ops.sampling.philox.uniform` as float64."""
+    """Returns the random number in [0, 1) of a seed and an offset, as float64, as
+    `tokenspeed_kernel_base.ops.sampling.philox.uniform` defines it."""
     zero = (offset * 0).to(tl.uint32)
     word, _, _, _ = tl.philox(seed, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), zero, zero)
     return (word >> 8).to(tl.int32).to(tl.float64) * (1.0 / 16777216.0)
@@ -117,14 +118,15 @@ def scale_of(temperature):
 
 @triton.jit
 def limit_of(top_p, weight):
-    """Returns the weight that top-p must reach, float64. It is at least 1, so that the first token is always kept."""
+    """Returns the weight that top-p must reach, float64: at least 1, so that the first token is always kept. ``weight``: the total
+    weight of the tokens among which top-p selects, or a bound of this total."""
     p = top_p.to(tl.float64)
     return tl.maximum(tl.where(p > 0.0, p, 0.0) * weight.to(tl.float64), 1.0)
 
 
 @triton.jit
 def target_of(number, weight):
-    """Returns the target of a draw with the random number ``number``. The first token whose running sum of weights exceeds the
-    target is drawn.
+    """Returns the target of a draw with the random number ``number``, from 0 to the total ``weight`` of the kept tokens. The first
+    token whose running sum of weights exceeds the target is drawn.
     """
     return (number * weight.to(tl.float64)).to(tl.int64)

@@ -40,7 +40,7 @@ def adjust_logits(
     presence_penalty: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.adjust_logits`. Takes one launch, after a copy if ``out`` is not ``logits``."""
+    """Implements the operator `tokenspeed_kernel.adjust_logits`. Takes one launch, after a copy if ``out`` is not ``logits``."""
     rows, listed = tokens.shape
     vocab = logits.shape[1]
     if out is None:

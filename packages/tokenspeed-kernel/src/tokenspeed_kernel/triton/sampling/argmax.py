@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.traits import at_most
     tags={"determinism", "batch_invariant"},
 )
 def argmax(logits: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.argmax`."""
+    """Implements the operator `tokenspeed_kernel.argmax`, which documents the arguments."""
     if out is None:
         out = torch.empty(logits.shape[0], dtype=out_dtype, device=logits.device)
     write_best(logits, out)

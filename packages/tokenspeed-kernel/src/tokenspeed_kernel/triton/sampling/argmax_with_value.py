@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.traits import at_most
 def argmax_with_value(
     logits: Tensor, first_token: int, values_out: Tensor | None, tokens_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.argmax_with_value`."""
+    """Implements the operator `tokenspeed_kernel.argmax_with_value`, which documents the arguments."""
     rows = logits.shape[0]
     if values_out is None:
         values_out = torch.empty(rows, dtype=torch.float32, device=logits.device)

@@ -26,7 +26,7 @@ _BLOCK = 64
     tags={"determinism"},
 )
 def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """See `tokenspeed_kernel.merge_argmax`."""
+    """Implements the operator `tokenspeed_kernel.merge_argmax`, which documents the arguments."""
     parts, rows = values.shape
     if out is None:
         out = torch.empty(rows, dtype=out_dtype, device=values.device)

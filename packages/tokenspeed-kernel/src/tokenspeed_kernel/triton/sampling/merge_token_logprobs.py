@@ -41,7 +41,7 @@ def merge_token_logprobs(
     top_tokens_out: Tensor | None,
     lse_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `tokenspeed_kernel.merge_token_logprobs`."""
+    """Implements the operator `tokenspeed_kernel.merge_token_logprobs`, which documents the arguments."""
     parts, rows, top_k = top_logits.shape
     device = lse.device
     if token_out is None:

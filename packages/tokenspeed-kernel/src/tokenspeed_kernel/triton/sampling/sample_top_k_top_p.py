@@ -120,8 +120,8 @@ def sample_top_k_top_p(
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.sample_top_k_top_p`. Takes four launches. The last two launches skip decided rows, which are most
-    rows."""
+    """Implements the operator `tokenspeed_kernel.sample_top_k_top_p`. Takes four launches. The last two launches skip decided rows,
+    which are most rows."""
     if out is None:
         out = torch.empty(len(logits), dtype=out_dtype, device=logits.device)
     if len(logits):
@@ -146,7 +146,7 @@ def decide_rows(
     Args:
         logits: the logits; at least one row.
         temperature, top_k, top_p, min_p: see `tokenspeed_kernel.sample_top_k_top_p`.
-        drawing: see `Drawing`.
+        drawing: the random generator's seeds and offsets, and the output for the drawn tokens; or None.
 
     Returns:
         int64 ``[rows, STATE]`` with the fields of `_state_device`. The fields LAST and KEPT are written only without ``drawing``.

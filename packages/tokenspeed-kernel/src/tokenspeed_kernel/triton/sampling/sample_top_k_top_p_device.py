@@ -48,7 +48,7 @@ def group_maxima_kernel(
     RUN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Finds each group's largest logit. A group consists of one run of RUN tokens in each block of a span.
+    """Finds the largest logit of each group of tokens. A group consists of one run of RUN tokens in each block of a span.
 
     maxima: int32 [rows, spans, BLOCK // RUN], output: the sort keys of the groups' largest logits.
     """
@@ -75,6 +75,7 @@ def _threshold_of(maxima, keys, largest_key, scale, floor, k, vocab, draws, list
 
     Args:
         maxima: sort keys of all group maxima. ``keys``: fewer sort keys, each the largest of several groups.
+        draws: whether the row's token is drawn at random, and is not the greedy one.
         lists: whether the row's result may come from a list of its largest tokens.
         small: whether k is so small that the group maxima alone give a threshold. Otherwise ``counts`` is the histogram of the
             group maxima.
@@ -94,7 +95,8 @@ def _threshold_of(maxima, keys, largest_key, scale, floor, k, vocab, draws, list
 
 @triton.jit
 def _list_groups(maxima, threshold, groups, listed, GROUPS: tl.constexpr):
-    """Writes to ``listed`` the groups whose maximum is >= the threshold, and returns their number."""
+    """Writes to ``listed`` the indices of the groups of tokens whose largest sort key is >= the threshold. Returns the number of
+    these groups."""
     group = tl.arange(0, GROUPS)
     reaches = (maxima >= threshold) & (group < groups)
     tl.store(listed + tl.cumsum(reaches.to(tl.int32), axis=0) - 1, group.to(tl.int64), mask=reaches)

@@ -92,7 +92,7 @@ def token_logprobs(
     top_tokens_out: Tensor | None,
     lse_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `tokenspeed_kernel.token_logprobs`. Takes two launches."""
+    """Implements the operator `tokenspeed_kernel.token_logprobs`. Takes two launches."""
     rows, vocab = logits.shape
     device = logits.device
     if token_out is None:

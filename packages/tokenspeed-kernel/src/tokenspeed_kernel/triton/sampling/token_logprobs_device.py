@@ -123,9 +123,10 @@ def _threshold_of_groups(maxima, count, top_k, LANES: tl.constexpr, CHUNK: tl.co
 
 @triton.jit
 def _groups_reaching(maxima, count, threshold, listed, ties, top_k, CHUNK: tl.constexpr):
-    """Lists the groups whose maximum is above the threshold, and the first top_k groups whose maximum equals it.
+    """Lists the groups of tokens whose maximum is above the threshold, and the first top_k groups whose maximum equals the
+    threshold.
 
-    Returns the number of groups above the threshold, and the number equal to it.
+    Returns the number of groups above the threshold, and the number of groups equal to the threshold.
     """
     above, tied = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for begin in range(0, count, CHUNK):

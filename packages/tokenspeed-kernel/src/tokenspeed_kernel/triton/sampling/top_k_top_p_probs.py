@@ -33,7 +33,7 @@ _WARPS = 4
 def top_k_top_p_probs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """See `tokenspeed_kernel.top_k_top_p_probs`. Takes five launches."""
+    """Implements the operator `tokenspeed_kernel.top_k_top_p_probs`. Takes five launches."""
     rows, vocab = logits.shape
     if out is None:
         out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)

@@ -40,7 +40,7 @@ def build_draft_tree(
     tree_mask_out: Tensor | None,
     depths_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `tokenspeed_kernel.build_draft_tree`."""
+    """Implements the operator `tokenspeed_kernel.build_draft_tree`, which documents the arguments."""
     (batch, candidates), device = tokens.shape, tokens.device
     draft = torch.empty(batch, nodes, dtype=tokens.dtype, device=device) if out is None else out
     tree = torch.empty(batch, nodes, dtype=torch.int32, device=device) if parents_out is None else parents_out

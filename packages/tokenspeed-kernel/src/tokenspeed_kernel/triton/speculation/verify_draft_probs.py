@@ -52,7 +52,7 @@ def verify_draft_probs(
     path_out: Tensor | None,
     counts_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `tokenspeed_kernel.verify_draft_probs`."""
+    """Implements the operator `tokenspeed_kernel.verify_draft_probs`, which documents the arguments."""
     batch, nodes, vocab = target_probs.shape
     device = target_probs.device
     made = made_paths(draft_tokens)

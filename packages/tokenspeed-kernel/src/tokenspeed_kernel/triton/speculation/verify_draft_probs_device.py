@@ -32,7 +32,8 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _uniform(seed, offset, draw):
-    """Computes `philox.uniform_of` as float64."""
+    """Returns the random number in [0, 1) of a seed, an offset and the index ``draw``, as float64, as `philox.uniform_of` defines
+    it."""
     zero = (offset * 0).to(tl.uint32)
     third = (draw + 1).to(tl.uint32)
     first, second, _, _ = tl.philox(seed, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), zero + third, zero)

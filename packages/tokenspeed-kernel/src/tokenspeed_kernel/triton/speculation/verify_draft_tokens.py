@@ -34,7 +34,7 @@ def verify_draft_tokens(
     path_out: Tensor | None,
     counts_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `tokenspeed_kernel.verify_draft_tokens`."""
+    """Implements the operator `tokenspeed_kernel.verify_draft_tokens`, which documents the arguments."""
     batch, nodes = draft_tokens.shape
     made = made_paths(draft_tokens)
     tokens, path, counts = (new if given is None else given for new, given in zip(made, (out, path_out, counts_out), strict=True))

@@ -40,7 +40,7 @@ def causal_conv1d_decode(
     output_slots: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.causal_conv1d_decode`."""
+    """Implements the operator `tokenspeed_kernel.causal_conv1d_decode`, which documents the arguments."""
     batch, tokens, channels = x.shape
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -41,7 +41,7 @@ def causal_conv1d_prefill(
     activation: str | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.causal_conv1d_prefill`."""
+    """Implements the operator `tokenspeed_kernel.causal_conv1d_prefill`, which documents the arguments."""
     (tokens, channels), batch = x.shape, len(state_slots)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -44,7 +44,7 @@ def ssd_decode(
     output_slots: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.ssd_decode`."""
+    """Implements the operator `tokenspeed_kernel.ssd_decode`, which documents the arguments."""
     batch, tokens, heads, head_dim = x.shape
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

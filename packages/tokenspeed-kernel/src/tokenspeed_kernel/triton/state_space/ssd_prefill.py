@@ -106,7 +106,7 @@ def ssd_prefill(
     has_initial_state: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """See `tokenspeed_kernel.ssd_prefill`."""
+    """Implements the operator `tokenspeed_kernel.ssd_prefill`, which documents the arguments."""
     (tokens, heads, head_dim), batch = x.shape, len(state_slots)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -180,8 +180,9 @@ def config_of(
         dtype, rows, fp8, capped: see `Config`.
         widths: head_dim and v_head_dim.
         page_size: tokens per page of the caches.
-        work: the class of the call's work.
-        close: whether the number of KV heads is even, and the heads of a token are contiguous in the caches.
+        work: the class of the call's work, which decides whether sequences are split, see `Work`.
+        close: whether the number of KV heads is even, and the heads of a token are contiguous in the caches. Only then can two KV
+            heads be side by side in a K/V tile, see `paired`.
     """
     head_dim, v_head_dim = widths
     if close and paired(head_dim, v_head_dim, page_size, rows, work, fp8):

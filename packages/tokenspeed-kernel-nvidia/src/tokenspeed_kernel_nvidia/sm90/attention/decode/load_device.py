@@ -133,7 +133,8 @@ class Loader:
 @cute.jit
 def pages_from(call: Call, sequence: Int32, first_page: Int32, length: Int32, early: cutlass.Constexpr[bool] = False):
     """Loads 32 entries of a sequence's page table, one per lane, beginning with entry ``first_page``. For entries beyond
-    ``length``, the sequence's number of tokens, the result is 0 without a load. ``early``: see `load_int`."""
+    ``length``, the sequence's number of tokens, the result is 0 without a load. ``early``: whether other threads may still write
+    the page table (see `load_int`)."""
     page = Int32(0)
     at = first_page + cute.arch.lane_idx()
     if at << call.page_shift < length:

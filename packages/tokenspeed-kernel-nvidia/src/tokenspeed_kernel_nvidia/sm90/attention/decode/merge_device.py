@@ -132,7 +132,7 @@ class Merger:
     @cute.jit
     def merge_warps(self, call: Call):
         """Merges the partial results of a CTA's warps for a sequence. Writes the output, or, with split-KV, a partial result that
-        the sequence's last CTA merges. Then moves the plan on to the CTA's next sequence."""
+        the sequence's last CTA merges. Then updates the plan (the CTA's progress in shared memory) for the CTA's next sequence."""
         c = self.config
         rows, parts = c.rows, c.parts
         thread, _, _ = cute.arch.thread_idx()
@@ -192,7 +192,7 @@ class Merger:
     def join(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):
         """Counts the arrived partial results of a sequence that spans several CTA groups. The CTA that arrives last merges them.
 
-        At most one such sequence begins in a group. So the sequence uses the counter of the group in which it begins.
+        At most one such sequence begins in a CTA group. So the sequence uses the counter of the CTA group in which it begins.
         """
         thread, _, _ = cute.arch.thread_idx()
         if partials > 1:

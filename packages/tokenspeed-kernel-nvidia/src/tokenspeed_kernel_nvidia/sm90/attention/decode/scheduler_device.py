@@ -44,8 +44,8 @@ class Work:
 
     @cute.jit
     def tiles_per_group(self, call: Call, total: Int32, _: Int32):
-        """Returns the number of tiles per group, and the fixed cost of starting a sequence, 0. ``total``: number of tiles of all
-        sequences."""
+        """Returns the number of K/V tiles per CTA group, and the fixed cost of starting a sequence, 0. ``total``: number of tiles
+        of all sequences."""
         c = self.config
         per_group = (total + call.groups - 1) // call.groups
         if const_expr(c.block == 16):  # a multiple of the number of warps, so that all warps have the same number of tiles

@@ -56,7 +56,7 @@ class Call:
         cache_seqlens: address of int32 ``[batch]``.
         batch: number of sequences.
         partial: address of the partial results in the workspace.
-        counters: address of int32 counters, one for each group and KV head.
+        counters: address of int32 counters, one for each CTA group and KV head.
         lse: address of float32 ``[tokens, heads]``, or 0.
         sinks: the attention sinks, which are added to the softmax's denominator.
         q_len: new tokens of each sequence.
@@ -197,7 +197,7 @@ class Shapes:
     @cute.jit
     def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
         """Loads a sequence's length, clamped to max_seqlen_k. For an index beyond the batch, returns the last sequence's length.
-        ``early``: see `load_int`.
+        ``early``: whether other threads may still write the length (see `load_int`).
         """
         length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
         return cutlass.min(cutlass.max(length, 0), call.max_seqlen_k)
@@ -231,11 +231,11 @@ class Shapes:
 
     @cute.jit
     def partial_at(self, call: Call, group: Int32, begins: Any, row: Int32):
-        """Returns two global addresses for a query row of a group's partial result: that of row max and row sum, and that of the
-        output accumulator.
+        """Returns two global addresses for a query row of a CTA group's partial result: that of row max and row sum, and that of
+        the output accumulator.
 
-        A group writes at most two partial results: one of a sequence that began in an earlier group, and one of a sequence that
-        ``begins`` in this group.
+        A group of CTAs writes at most two partial results. One is of the sequence that an earlier group began (``begins`` is
+        False). The other is of the sequence that begins in this group and continues in the next one (``begins`` is True).
         """
         slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
         at = (slot * call.kv_heads + call.kv_head) * self.config.rows + row

@@ -44,7 +44,7 @@ class Config:
 
     @property
     def ranks(self) -> int:
-        """The number of CTAs of a group, each with its own query heads."""
+        """The number of CTAs of a CTA group, each with its own query heads."""
         return max(1, self.heads // ROWS)
 
     @property
@@ -64,7 +64,7 @@ class Config:
 
     @property
     def tokens_of_item(self) -> int:
-        """New tokens of a work item, over all CTAs of the group."""
+        """New tokens of a work item, over all CTAs of the CTA group that computes the item."""
         return self.ranks * ROWS // self.heads
 
     @property
@@ -110,7 +110,8 @@ class Config:
 
     @property
     def lift(self) -> float:
-        """log2 of the largest probability in a work item's first block."""
+        """log2 of the largest probability in a work item's first block. Probabilities are not normalised: the softmax subtracts the
+        row max minus this number."""
         return 0.0
 
     @property
@@ -125,7 +126,7 @@ class Config:
         return 384
 
     def workspace_bytes(self, groups: int) -> int:
-        """Returns the bytes of the partial results and records of ``groups`` groups."""
+        """Returns the bytes of the partial results and records of ``groups`` CTA groups."""
         return groups * (2 * self.ranks * ROWS * (self.row_bytes + self.sums_bytes) + RECORD_BYTES)
 
     @property

@@ -161,7 +161,7 @@ class Fp8QkMma:
             at: the ring stage that holds the queries.
             offset: the lane's byte offset in the stage.
             step: index of the group of 32 columns in the stage.
-            each: index of the word: row ``each % 2``, columns from ``16 * (each // 2)`` on within the group.
+            each: index of the word: row ``each % 2``, columns from ``16 * (each // 2)`` on within the group of 32 columns.
         """
         to = self.memory.panel_at(call, at, 0) + each % 2 * (8 * LATENT_CHUNK) + (offset ^ (step * 64 + each // 2 * 32))
         return [x for word in load_words("shared", to, 2) for x in registers.widened(dtype_of(self.config.dtype), word)]

@@ -36,7 +36,7 @@ class MemorySums:
 
     @cute.jit
     def group_of(self, call: Call) -> Int32:
-        """Returns this CTA's group. The value is recomputed at each use, see `opt_barrier`."""
+        """Returns the index of this CTA's CTA group. The value is recomputed at each use, see `opt_barrier`."""
         cta, _, _ = cute.arch.block_idx()
         return registers.opt_barrier(cta) // self.config.ranks
 
@@ -80,8 +80,8 @@ class MemorySums:
         """Returns the global address of four of a thread's float32 accumulators (see `elements_of`) while a work item is in
         progress.
 
-        The accumulators use the memory of the group's second partial result, which belongs to the group's last work item. The
-        thread will store that final partial result at the same addresses.
+        The accumulators use the memory of the second partial result of the CTA group, which belongs to the group's last work item.
+        The thread will store that final partial result at the same addresses.
         """
         _, values_at = self.results.partial_at(call, self.group_of(call), Int32(0))
         return values_at + self.own_offset(thread_of_values(), pair, tile, c)
@@ -118,7 +118,8 @@ class MemorySums:
 
 
 def head_of(thread: Int32, group: int, c: int) -> Int32:
-    """Returns one of a thread's 16 query rows of the tile. A row is one head of one of the tile's tokens."""
+    """Returns one of a thread's 16 query rows of the tile: row ``c`` (0 or 1) of the thread's two rows in the group of eight rows
+    with index ``group`` (0 to 7). A row is one head of one of the tile's tokens."""
     return 8 * group + 2 * (thread & 3) + c
 
 

@@ -64,7 +64,8 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled. e4m3 tensors are passed as uint8."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns. e4m3
+    tensors are passed as uint8."""
     size, ints = arguments.size, arguments.ints
     fp8 = isinstance(config, Fp8Config)
     tokens, batch = size(), size()

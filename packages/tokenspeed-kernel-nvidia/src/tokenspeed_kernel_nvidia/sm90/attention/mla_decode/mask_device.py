@@ -54,7 +54,8 @@ class TokenMask:
 
 @cute.jit
 def hide_later_tokens(work: Any, call: Call, scores: cute.Tensor, item: Int32, valid: Int32):
-    """Causal mask: masks the scores of tokens after each query's own token. ``valid``: see `TokenMask.apply`."""
+    """Causal mask: masks the scores of tokens after each query's own token. ``valid``: how many tokens the item's last token sees,
+    counted from the block's first token."""
     c = work.config
     thread = thread_of_scores()
     row = (thread >> 5) * 16 + ((thread & 31) >> 2)

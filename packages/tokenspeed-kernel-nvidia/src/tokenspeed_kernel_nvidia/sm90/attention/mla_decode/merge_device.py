@@ -33,7 +33,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     out = arguments.rows(config.dtype, arguments.size(), config.heads, LATENT)
     return out, *(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(2)), arguments.stream()
 
@@ -82,7 +82,8 @@ class Sums:
 
 
 class Merge:
-    """The merge kernel of one configuration. The grid is (CTAs per work item, ranks of a group, records); a CTA has eight warps."""
+    """The merge kernel of one configuration. The grid is (CTAs per work item, ranks of a CTA group, records); a CTA has eight
+    warps."""
 
     def __init__(self, config: Config, work: Any) -> None:
         self.config = config

@@ -29,9 +29,9 @@ class Results:
         """Returns two addresses of a work item's ``nth`` partial result: that of its rows' max and sum, and that of its
         accumulators.
 
-        ``first_group`` is the group in which the item begins. A group writes at most two partial results: one of an item that began
-        in an earlier group, and one of an item that begins in this group. Accumulators are in the order of their fragments, so a
-        warp accesses 512 contiguous bytes: see `values_offset`.
+        ``first_group`` is the CTA group in which the item begins. A CTA group writes at most two partial results: one of an item
+        that began in an earlier group, and one of an item that begins in this group and continues in the next one. Accumulators are
+        in the order of their fragments, so a warp accesses 512 contiguous bytes: see `values_offset`.
         """
         slot = (first_group + nth) * 2 + cutlass.select_(nth == 0, Int32(1), Int32(0))
         at = (slot * self.config.ranks + call.rank) * ROWS
@@ -56,8 +56,8 @@ class Results:
 
     @cute.jit
     def record(self, call: Any, index: Int32) -> cute.Pointer:
-        """Returns the address of record number ``index``. A record holds a work item, the item's first group, and the number of
-        groups among which the item is split.
+        """Returns the address of record number ``index``. A record holds a work item, the item's first CTA group, and the number of
+        CTA groups among which the item is split.
 
         There is a record per work item. If items outnumber groups, there is a record per group instead: for the last item that
         begins in the group, if later groups continue that item.

@@ -91,7 +91,7 @@ class DecodeWork:
         return Int32(0), Int32(0), blocks_of(length)
 
     def divide(self, call: Call, at_once: int):
-        """Finds the range of blocks of this CTA's group: see `split_kv_device.divide`."""
+        """Finds the range of blocks of this CTA's CTA group: see `split_kv_device.divide`."""
         return split_kv.divide(self, call, at_once)
 
     def tiles_of(self, call: Call, step: Int32, at_once: int, lengths: cute.Tensor, counts: cute.Tensor) -> Int32:
@@ -99,7 +99,7 @@ class DecodeWork:
 
     @cute.jit
     def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
-        """Returns the number of queue positions per group, and the cost of starting a work item in positions: see `STARTING`.
+        """Returns the number of queue positions per CTA group, and the cost of starting a work item in positions: see `STARTING`.
 
         If all items have the same number of blocks, a group's range is rounded up to a multiple or a fraction of an item, unless
         this makes the range more than 1/16 longer. Rounding avoids splits: each split of an item costs partial results, which are

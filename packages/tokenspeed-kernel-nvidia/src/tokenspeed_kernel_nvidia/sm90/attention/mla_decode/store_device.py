@@ -73,7 +73,7 @@ class Split:
 
 @cute.jit
 def split_of(call: Call, first: Int32, whole: Int32) -> Split:
-    """Returns the groups among which a work item's blocks are divided.
+    """Returns the CTA groups among which a work item's blocks are divided.
 
     Args:
         first: the queue position of the item's first block.
@@ -100,8 +100,8 @@ class Epilogue:
 
     @cute.jit
     def write_item(self, call: Call, out: Accumulators, item: Int32, half: Int32, split: Split):
-        """Stores a value warpgroup's columns of a work item: as output if one group computed the item, otherwise as a partial
-        result. ``half``: the warpgroup, 0 or 1."""
+        """Stores a value warpgroup's columns of a work item: as output if one CTA group computed the whole item, otherwise as a
+        partial result. ``half``: the warpgroup, 0 or 1."""
         if const_expr(self.config.narrow):  # first, so that the record's operands occupy no registers while accumulators are scaled
             self.write_record_of(call, item, split)
         if split.partials > 1:
@@ -121,7 +121,7 @@ class Epilogue:
 
     @cute.jit
     def write_record(self, call: Call, condition: Boolean, index: Int32, item: Int32, partials: Int32):
-        """Writes record number ``index``, of a work item that begins in this group, if ``condition`` holds."""
+        """If ``condition`` holds, writes record number ``index``, of a work item that begins in this CTA group."""
         to = self.results.record(call, index).toint()
         store_if(condition & (thread_of_values() == 0), to, [item, self.store.group_of(call), partials, Int32(0)])
 

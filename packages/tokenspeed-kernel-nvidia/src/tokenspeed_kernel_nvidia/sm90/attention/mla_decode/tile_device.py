@@ -107,7 +107,7 @@ class Call:
         out: the output, with tokens as rows and heads as columns.
         lse: address of float32 ``[tokens, heads]``, or 0.
         partial: address of the partial results in the workspace.
-        groups: number of groups among which the blocks are divided. A group is a cluster of CTAs, each with its own heads.
+        groups: number of CTA groups among which the blocks are divided. A CTA group is a cluster of CTAs, each with its own heads.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e).
         group, rank: this CTA's group, and its rank in that group.

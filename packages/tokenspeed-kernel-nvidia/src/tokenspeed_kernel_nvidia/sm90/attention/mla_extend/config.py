@@ -33,7 +33,7 @@ class Config(mla_decode_config.Config):
 
 @dataclass(frozen=True)
 class Fp8Config(mla_decode_fp8_config.Fp8Config):
-    """Configuration of one kernel variant for an e4m3 cache. ``ranks``: see `Config`."""
+    """Configuration of one kernel variant for an e4m3 cache. ``ranks``: CTAs per cluster, see `Config`."""
 
     ranks: int = RANKS
 

@@ -28,7 +28,7 @@ def host(config: Config | Fp8Config) -> Any:
 
 
 def fake_arguments(config: Config | Fp8Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     tensors = mla_decode_device.fake_arguments(config)[:5]
     scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(4)), Float32(0), *(Int64(0) for _ in range(2))]
     return *tensors, arguments.ints(arguments.size()), *scalars, arguments.stream()
@@ -40,7 +40,8 @@ def merge_host(config: Config) -> Any:
 
 
 def fake_merge_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `merge_host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `merge_host`
+    returns."""
     out, *scalars, stream = mla_decode_merge_device.fake_arguments(config)
     return out, arguments.ints(arguments.size()), *scalars, stream
 
@@ -79,7 +80,8 @@ class MlaExtend:
 
 
 class MlaExtendMerge:
-    """The host function that launches the merge kernel of one configuration. There is one record per group."""
+    """The host function that launches the merge kernel of one configuration. There is one record (see `Results.record`) per CTA
+    group."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

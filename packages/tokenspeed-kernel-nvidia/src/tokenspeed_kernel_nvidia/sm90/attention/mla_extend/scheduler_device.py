@@ -74,8 +74,8 @@ class ExtendWork:
         return after
 
     def most_items(self, call: Call) -> Int32:
-        """Returns a number above the number of groups, so that there is a record per group. The host does not know the number of
-        items."""
+        """Returns a number above the number of CTA groups, so that there is a record per CTA group. The host does not know the
+        number of items."""
         return call.groups + 1
 
     @cute.jit
@@ -98,14 +98,14 @@ class ExtendWork:
 
     @cute.jit
     def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
-        """Returns the number of queue positions per group, and 0: `positions_of` already counts the cost of starting each work
+        """Returns the number of queue positions per CTA group, and 0: `positions_of` already counts the cost of starting each work
         item."""
         return cutlass.max((total + call.groups - 1) // call.groups, LEAST_BLOCKS + STARTING_BLOCKS), Int32(0)
 
     @cute.jit
     def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
-        """Loads the lengths of this lane's sequences of round ``step``, and computes how many queue positions each sequence
-        occupies. Returns the sum of these numbers."""
+        """Loads the lengths of this lane's sequences of round ``step`` into ``lengths``, and computes into ``counts`` how many
+        queue positions each sequence occupies. A round has ``at_once`` sequences per lane. Returns the sum of ``counts``."""
         some = Int32(0)
         for each in cutlass.range_constexpr(at_once):
             sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
@@ -127,7 +127,7 @@ class ExtendWork:
         blocks. Because T divides 64, this equals ``(start + i) // (64 / T)``.
 
         Args:
-            length, before, count: see `lengths_of`.
+            length, before, count: the sequence's numbers of cached tokens, of tokens before the new tokens, and of new tokens.
         """
         tokens = self.config.tokens_of_item
         all_items = (count + (tokens - 1)) // tokens
@@ -148,7 +148,7 @@ class ExtendWork:
 
     @cute.jit
     def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
-        """Finds the range of this CTA's group: `split_kv_device.divide` finds the range's first sequence, then a 32-way search
+        """Finds the range of this CTA's CTA group: `split_kv_device.divide` finds the range's first sequence, then a 32-way search
         finds the first work item in that sequence. Returns what `DecodeWork.divide` returns."""
         sequence, _, offset, left, per_group, _ = split_kv.divide(self, call, at_once)
         lane = cute.arch.lane_idx()

@@ -26,10 +26,10 @@ class Config(mla_decode_config.Config):
 
     @property
     def neighbours(self) -> int:
-        """The number of CTAs that are launched as a cluster, so that the CTAs of a group run concurrently on neighbouring SMs.
+        """The number of CTAs that are launched as a cluster, so that the CTAs of a CTA group run concurrently on neighbouring SMs.
 
-        The CTAs of a group load the same keys at nearly the same time. On an H200, 128 tokens with 128 heads took 127 us, and 130
-        us without such clusters.
+        These CTAs load the same keys at nearly the same time. On an H200, 128 tokens with 128 heads took 127 us, and 130 us without
+        such clusters.
         """
         return self.ranks
 

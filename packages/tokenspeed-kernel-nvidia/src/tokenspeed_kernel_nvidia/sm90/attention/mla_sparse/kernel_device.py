@@ -43,7 +43,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     size, rows = arguments.size, arguments.rows
     tokens = size()
     q = rows(config.dtype, tokens, config.heads, LATENT + ROPE)

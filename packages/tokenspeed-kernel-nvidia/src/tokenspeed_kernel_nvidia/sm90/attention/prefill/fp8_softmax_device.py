@@ -96,7 +96,7 @@ class Fp8Softmax:
         return grown, factor, of_block, words
 
     def put(self, words: cute.Tensor, probs: cute.Tensor) -> None:
-        """See `move`."""
+        """Moves packed probabilities to the A operand of the next P @ V, see `move`."""
         move(words, probs)
 
     @cute.jit

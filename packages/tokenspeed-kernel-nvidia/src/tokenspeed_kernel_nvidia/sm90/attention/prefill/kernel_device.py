@@ -54,7 +54,7 @@ def host(config: Config):
 
 
 def fake_arguments(config: Config):
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     size, ints = arguments.size, arguments.ints
     of_q, of_kv = (
         arguments.byte_rows if fp8 else functools.partial(arguments.rows, config.dtype) for fp8 in (config.fp8, config.converts)

@@ -263,7 +263,8 @@ class Consumers:
         next K block and V block.
 
         Args:
-            hidden_from, first_key, begin: see `Masks.apply`.
+            hidden_from, begin: upper and lower bounds of the keys that this thread's rows see, see `Masks.apply`.
+            first_key: the block's first key.
             masked: whether the block may need a mask.
         """
         c = self.config

@@ -196,7 +196,8 @@ class RowStore:
         """Stores this thread's two output rows of a tile from registers, 16 bytes at a time.
 
         Args:
-            numbers: see `TileStore.store`.
+            numbers: the sequence's first token, its number of queries, the index in the sequence of the tile's first query, and the
+                KV head.
             row: the thread's first row; its other row is ``row + 8``.
         """
         c = self.config

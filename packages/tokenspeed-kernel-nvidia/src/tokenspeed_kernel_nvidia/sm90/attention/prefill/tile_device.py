@@ -94,7 +94,8 @@ class Shared:
 
     Attributes:
         storage: the structure that `Rings.storage` returns.
-        splits_q: see `Config.splits_q`. If true, a Q cursor's stage is the warpgroup's index.
+        splits_q: whether each consumer warpgroup has its own Q barriers, see `Config.splits_q`. If so, a Q cursor's stage is the
+            warpgroup's index.
     """
 
     storage: Any

@@ -49,7 +49,7 @@ def host(config: QkvConfig) -> Any:
 
 
 def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     dtype = type_of(config.dtype)
     tokens, hidden, columns = (arguments.size() for _ in range(3))
     tensors = (

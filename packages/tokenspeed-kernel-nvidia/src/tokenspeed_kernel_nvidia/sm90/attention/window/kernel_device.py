@@ -56,7 +56,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     keys = (size(), size()) if config.paged else (tokens,)

@@ -52,7 +52,7 @@ class Work:
             group: the first of these sequences.
             before: the number of blocks of all sequences before ``group``.
             block: the query positions per block.
-            step: see `own_indices`.
+            step: distance between consecutive work items of a CTA, from `own_indices`.
         """
         index = group + lane
         token, first, length, blocks = Int32(0), Int32(0), Int32(0), Int32(0)

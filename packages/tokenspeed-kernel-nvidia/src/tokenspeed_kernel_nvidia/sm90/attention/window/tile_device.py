@@ -103,22 +103,23 @@ class Shared:
 
     @property
     def k_full(self) -> Barriers:
-        """The barriers that complete when a stage's keys have been loaded and its record has been written."""
+        """One barrier per K/V stage, which completes when the stage's keys have been loaded and its record has been written."""
         return Barriers(self.storage.k_full.data_ptr())
 
     @property
     def v_full(self) -> Barriers:
-        """The barriers that complete when a stage's values have been loaded."""
+        """One barrier per K/V stage, which completes when the stage's values have been loaded."""
         return Barriers(self.storage.v_full.data_ptr())
 
     @property
     def v_ready(self) -> Barriers:
-        """The barriers that complete when a stage's rows of V outside the sequence have been zeroed."""
+        """One barrier per K/V stage, which completes when the stage's rows of V outside the sequence have been zeroed."""
         return Barriers(self.storage.v_ready.data_ptr())
 
     @property
     def kv_empty(self) -> Barriers:
-        """The barriers that complete when all tiles have read a stage."""
+        """One barrier per K/V stage, which completes when every MMA warp has released the stage, after all Q tiles of its work
+        item."""
         return Barriers(self.storage.kv_empty.data_ptr())
 
     def record(self, kv_at: Cursor) -> Record:

@@ -1,6 +1,6 @@
 """The device code of `linear`: launch, warp roles, the producer warp, and the warps that reduce and write results.
 
-`mma_device` has the MMA warps.
+`mma_device` has the MMA warps. A *panel* is 64 rows of weights, a *strip* 16 of these rows, and a *block* 64 elements of k.
 """
 
 # mypy: ignore-errors
@@ -47,7 +47,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     m, n, k = (arguments.size() for _ in range(3))
     out = make_fake_tensor(dtype_of(config.dtype), (m, n), (cute.sym_int64(), cute.sym_int64()), assumed_align=2)
     return arguments.rows(config.dtype, m, k), out, *(Int64(0) for _ in range(3)), Int32(0), arguments.stream()

@@ -82,7 +82,7 @@ def _launch_of(tokens: int, plan: LinearPlan, device: int) -> _Launch:
 
 
 def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | None = None) -> Tensor:
-    """See the operator `linear`. Weights must be in the layout that `prepare_weights` makes."""
+    """Implements the operator `linear`. Weights must be in the layout that `prepare_weights` makes."""
     count = x.shape[0]
     written = x.new_empty(count, plan.out_features) if out is None else out
     if count == 0:

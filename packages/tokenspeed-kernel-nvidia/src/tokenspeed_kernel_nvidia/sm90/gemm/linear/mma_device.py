@@ -1,4 +1,4 @@
-"""The MMA warps of `kernel_device`.
+"""The MMA warps of `kernel_device`. A *panel* is 64 rows of weights, a *strip* 16 of these rows, and a *block* 64 elements of k.
 
 Weights are dequantised to A fragments in registers; tokens are B operands in shared memory. Each CTA sends its partial sums to the
 CTAs of the cluster that reduce them.
@@ -63,7 +63,7 @@ class Call:
         bias: the global address of the bias; 0 without a bias.
         work: this CTA's slice of the weights.
         ring: the barriers of the ring of weights; the stages of group 0 come first, then those of group 1, and so on.
-        sums: the barriers of the buffers of partial sums, one per group.
+        sums: the barriers of the buffers of partial sums, one per group of MMA warps.
         columns, buffers, ring_at: shared addresses of the tokens, of the buffers of partial sums, and of the ring of weights.
     """
 
@@ -134,7 +134,7 @@ class MmaWarps:
 
     @cute.jit
     def multiply_panels(self, call: Call, group: Int32, strip: Int32):
-        """Computes, and sends, the partial sums of one strip of each of a group's panels."""
+        """Computes, and sends, the partial sums of one strip of each panel of an MMA warp group."""
         work, lane = call.work, cute.arch.lane_idx()
         acc = cute.make_rmem_tensor((4 * self.tiles,), Float32)
         at = first_to_read()
@@ -165,7 +165,7 @@ class MmaWarps:
                     acc[4 * tile + at] = sums[at]
 
     def stage_of(self, at: Cursor, group: Int32) -> Cursor:
-        """Converts a stage index within the group to the stage's index in the ring buffer."""
+        """Converts the index of a stage among those of an MMA warp group to its index in the ring buffer."""
         return Cursor(at.stage + group * self.config.stages, at.phase)
 
     def load_block(self, call: Call, stage: Cursor, strip: Int32, each: int, lane: Int32) -> Any:

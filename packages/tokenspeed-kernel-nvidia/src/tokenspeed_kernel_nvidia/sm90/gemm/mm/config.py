@@ -185,7 +185,8 @@ def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYT
 
 
 def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int, sharing: Sharing = "") -> Config:
-    """Returns the configuration for a call. ``sharing``: see `sharing_of`."""
+    """Returns the configuration for a call. ``sharing``: the operand that the CTAs of a cluster split or multicast, from
+    `sharing_of`."""
     room = next(room for room in TOKENS if room >= tokens)
     if sharing == "weights":
         return Config(dtype, weights, scales, out, room, loads=2, cluster=CLUSTER)

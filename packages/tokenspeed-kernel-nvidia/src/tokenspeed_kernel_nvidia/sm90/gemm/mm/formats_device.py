@@ -163,7 +163,7 @@ class Formats:
         A phase of ``call.activated`` ends when the copies have completed.
 
         Args:
-            done: see `keep_activations`.
+            done: begin of the chunk, in bytes of this CTA's part of a row of weights.
             first: whether this is the CTA's first chunk.
         """
         pitch = self.activation_pitch(call)

@@ -66,7 +66,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     m, n, k = (arguments.size() for _ in range(3))
     stored = cutlass.Uint8 if config.weights == "mxfp4" else type_of(config.dtype if config.weights == "dense" else config.weights)
     depth = arguments.size() if config.weights == "mxfp4" else k
@@ -167,7 +167,7 @@ class Mm(Formats):
         Args:
             part: how many bytes of a row of weights each CTA of a cluster computes; the last CTA may have fewer.
             share, more: the least number of rows of weights per cluster, and how many of the first clusters have one row more.
-            vectors_inverse: see `Call`.
+            vectors_inverse: the reciprocal of the number of 16-byte vectors of a row of weights in a chunk.
         """
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -378,7 +378,7 @@ class Mm(Formats):
 
     @property
     def own_rows(self) -> int:
-        """The number of a group's rows of weights whose results each CTA of a cluster writes."""
+        """The number of rows of weights, of each group of `GROUP` rows, whose results each CTA of a cluster writes."""
         return GROUP // self.config.cluster
 
     @property
@@ -406,8 +406,8 @@ class Mm(Formats):
 
     @cute.jit
     def finish(self, call: Call, first: Int32, rows: Int32, stored: Any, factor: Float32):
-        """Adds the partial sums of all warps, then those of the cluster's CTAs, in a fixed order, and writes the results of a
-        group.
+        """Adds the partial sums of all warps, then those of the cluster's CTAs, in a fixed order, and writes the results of a group
+        of rows of weights.
 
         Args:
             first, rows: the group's first row of weights, and its number of rows.

@@ -93,7 +93,7 @@ class Vector:
 
     Attributes:
         address: global address of the first value.
-        kind: the dtype, see `launch.KINDS`; 0 without a vector.
+        kind: the number of the dtype in `cutedsl.launch.KINDS`; 0 without a vector.
     """
 
     address: Int64
@@ -150,10 +150,11 @@ class Places:
 
     Attributes:
         sums: the warps' partial sums.
-        scales, activations, ring: see `Layout`.
+        scales, activations, ring: the scales, the activations, and the ring of weights, see `Layout`.
         gathered: the partial sums that the CTAs of the cluster send.
         zeros: 16 zero bytes.
-        chunk_bytes, stages: see `Layout`.
+        chunk_bytes: bytes of a row of weights to which the activations in shared memory belong.
+        stages: number of stages of the ring.
     """
 
     sums: Int32

@@ -41,7 +41,7 @@ def host(config: SplitConfig) -> Any:
 
 
 def fake_arguments(config: SplitConfig) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     m, n, k = (arguments.size() for _ in range(3))
     a, out = type_of(config.dtype), type_of(config.out)
     rows = cute.sym_int64(divisibility=128 // a.width)

@@ -78,7 +78,7 @@ class Supported:
 
     Attributes:
         name: the part of the kernels' names that stands for this kind of scales.
-        scales, stored, block: as in `Config`.
+        scales, stored, block: granularity and storage format of the scales, and elements along k per scale, as in `Config`.
     """
 
     name: str

@@ -38,7 +38,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     m, n, k = (arguments.size() for _ in range(3))
     result = make_fake_tensor(BFloat16, (m, n), (cute.sym_int64(divisibility=16 // OUT_BYTES), 1), assumed_align=16)
     scales = Int64(0), Int32(0), Int32(0), Int32(0)

@@ -137,8 +137,8 @@ class Consumers:
         return storage.biases.data_ptr().toint()
 
     def column_scales(self, storage: Any, at: Cursor) -> Int32:
-        """Returns the shared-memory address of the columns' scales in the stage ``at``. The scales of all of a tile's columns for a
-        block along k are contiguous, one block after another.
+        """Returns the shared-memory address of the columns' scales in the stage ``at``. The layout is float32
+        ``[blocks][columns]``: for each scale block along k of the stage, one scale per column of the tile.
         """
         return storage.scales.data_ptr().toint() + at.stage * (self.scales_of_stage * 4)
 

@@ -35,7 +35,7 @@ def host(config: Combine) -> Any:
 
 
 def fake_arguments(config: Combine) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     size, rows = arguments.size, arguments.rows
     tokens, hidden = size(), size(divisibility=32)
     results, out = rows("float32" if config.wide else config.dtype, size(), hidden), rows(config.dtype, tokens, hidden)

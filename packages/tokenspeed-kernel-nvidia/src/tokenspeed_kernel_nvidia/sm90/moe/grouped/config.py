@@ -1,6 +1,7 @@
 """Configurations of the kernels of `grouped`, and the functions that choose among them for a call.
 
-A *pair* is a (token, slot) combination with an expert. A *column* is the row of activations of a pair: the GEMMs are swap-AB.
+A *pair* is a (token, slot) combination with an expert. A *column* is the row of activations of a pair: the GEMMs are swap-AB. A
+*panel* is 64 rows of an expert's weights, a *strip* 16 of these rows, and a *k block* 64 elements of k.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Gemm:
         dtype: the name of the activations' dtype.
         gated: True for the first GEMM (w13), which gathers the tokens' rows and applies the activation function; False for w2.
         columns: the maximum number of columns of a tile.
-        inputs: `PLAIN`, `CODES`, `VALUES` or `PARTS`.
+        inputs: the kind of inputs: `PLAIN`, `CODES`, `VALUES` or `PARTS`.
         wide: whether results are stored as float32, because they may exceed float16's range.
         repairs: whether the GEMM recomputes only the tiles that have a column which `PARTS` cannot represent. A negative scale
             marks such a column.
@@ -208,8 +209,8 @@ class Gemm:
     def promoted(self) -> bool:
         """Whether every two k steps are accumulated separately and then added to the accumulators in registers (promotion).
 
-        wgmma keeps about 14 bits of an fp8 accumulator. Without promotion, the error was twice the error of `VALUES` (2.4e-2,
-        1.2e-2).
+        wgmma keeps about 14 bits of an fp8 accumulator. Without promotion, the error was 2.4e-2, twice the error of `VALUES`
+        (1.2e-2).
         """
         return self.bytewise and not self.several_panels
 

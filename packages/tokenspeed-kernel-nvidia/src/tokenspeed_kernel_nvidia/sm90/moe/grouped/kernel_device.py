@@ -27,7 +27,7 @@ def host(config: Gemm) -> Any:
 
 
 def fake_arguments(config: Gemm) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     size, rows = arguments.size, arguments.rows
     out = rows("float32" if config.wide else config.dtype, size(), size(divisibility=32))
     shape = size(), size(divisibility=32)

@@ -185,9 +185,10 @@ def moe_apply_many(
     Args:
         columns: the maximum number of columns of a tile, one of the numbers in `config`. None chooses by the number of pairs. At
             most `MANY_COLUMNS` is used if results of the activation function may exceed float16's range.
-        inputs: the kinds of GEMM inputs, from `config`. With several kinds, each kind is for some of the experts. If activations
-            are fp8, None means `VALUES`. Otherwise None means `PLAIN` if ``columns`` is given or the plan needs exact activations.
-            In all other cases, None chooses by the number of pairs.
+        inputs: the kinds of GEMM inputs: `PLAIN` (as given), `CODES` (fp8), `VALUES` (fp8 values in 16 bits) or `PARTS` (two fp8
+            values per element), see `config`. With several kinds, each kind is for some of the experts. If activations are fp8,
+            None means `VALUES`. Otherwise None means `PLAIN` if ``columns`` is given or the plan needs exact activations. In all
+            other cases, None chooses by the number of pairs.
         exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for experts that the `VALUES` GEMMs compute;
             None if ``inputs`` has only one kind.
     """
@@ -261,8 +262,8 @@ def moe_apply_rounded(
             values. None chooses fp8 MMAs for few and for many pairs. The partial sums of fp8 MMAs are accumulated in float32 every
             256 elements of k. fp8 MMAs took 2317 us where 16-bit MMAs took 3109 us, with the same error (GPT-OSS-120B, 8192 tokens,
             H200).
-        columns: see `moe_apply_many`. With `FEW_ROUNDED_COLUMNS`, all experts use fp8 MMAs, because block scales multiply partial
-            sums and not the weights.
+        columns: the maximum number of columns of a tile, see `moe_apply_many`. With `FEW_ROUNDED_COLUMNS`, all experts use fp8
+            MMAs, because block scales multiply partial sums and not the weights.
     """
     rounded = require_rounded(weights)
     inputs: tuple[str, ...] = (VALUES,)

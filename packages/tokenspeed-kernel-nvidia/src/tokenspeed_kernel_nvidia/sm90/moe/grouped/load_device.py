@@ -1,4 +1,5 @@
-"""The producer warps of `kernel_device`. One warp streams weights, the other warps gather columns (rows of activations)."""
+"""The producer warps of `kernel_device`. One warp streams panels (64 rows each) of weights, the other warps gather columns (rows of
+activations)."""
 
 # mypy: ignore-errors
 

@@ -420,7 +420,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
         Args:
             heads: the factors of the thread's two rows of weights, then the biases of these rows.
-            scales_at: see `share_scales`.
+            scales_at: shared-memory address of the scales of this thread's first two columns, from `share_scales`.
             at: index of the first of the four accumulators.
         """
         if not self.config.scaled:
@@ -563,7 +563,7 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     def activated(self, call: Call, acc: list, heads: list, factors: list, at: int, column: int) -> Float32:
         """Returns the activation function of the gate (a thread's first row) and the up value (second row) of a column.
-        ``at``, ``column``: as for `result`.
+        ``at``, ``column``: see `result`.
         """
         gate, up = (self.result(acc, heads, factors, at, r, column) for r in range(2))
         gate, up = at_most(gate, call.limit), at_most(up, call.limit)

@@ -1,4 +1,5 @@
-"""The mainloops of `mma_device` in which a warpgroup multiplies several panels of weights, one after another, by the same columns.
+"""The mainloops of `mma_device` in which a warpgroup multiplies several panels (64 rows each) of weights, one after another, by the
+same columns. A block is 64 elements of k of a panel.
 
 The fixed work of a stage, such as waiting for barriers, is amortised over several panels. With few columns, this fixed work took a
 third of all instructions. While one block is multiplied, the next block is dequantised.

@@ -49,7 +49,7 @@ def host(config: Rounding) -> Any:
 
 
 def fake_arguments(config: Rounding) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     size, rows = arguments.size, arguments.rows
     count, k = size(), size(divisibility=32)
     result = rows(config.dtype, count, k)
@@ -184,7 +184,8 @@ class RoundRows:
 
     @cute.jit
     def largest_of(self, words: cute.Tensor, largest: Uint32) -> Uint32:
-        """Returns the maximum of ``largest``, the float32 bit pattern of an amax, and the magnitudes of a group's elements."""
+        """Returns the maximum of ``largest``, the float32 bit pattern of an amax, and the magnitudes of the 16 elements of a
+        group."""
         for at in cutlass.range_constexpr(self.words):
             for number in self.numbers_of(words[at]):
                 bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[number])
@@ -206,7 +207,7 @@ class RoundRows:
         return small
 
     def scaled(self, words: cute.Tensor, scale: Float32) -> list:
-        """Returns the elements of a group as float32, divided by the scale of their row."""
+        """Returns the 16 elements of a group as float32, divided by the scale of their row."""
         return [divided(number, scale) for word in range(self.words) for number in self.numbers_of(words[word])]
 
     @cute.jit
@@ -220,8 +221,8 @@ class RoundRows:
 
     @cute.jit
     def write_parts(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Splits the elements of a group into two fp8 values each, and stores the first and the second values in the order in which
-        `write_rounded` stores `CODES`. Returns the number of elements that two fp8 values cannot represent.
+        """Splits the 16 elements of a group into two fp8 values each, and stores the first and the second values in the order in
+        which `write_rounded` stores `CODES`. Returns the number of elements that two fp8 values cannot represent.
         """
         at = rows.result + Int64(2 * row) * rows.result_stride + group * ROUNDED_TOGETHER
         numbers = self.scaled(words, scale)

@@ -34,7 +34,7 @@ def host(config: Schedule) -> Any:
 
 
 def fake_arguments(config: Schedule) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     ids = arguments.ints(arguments.size(), arguments.size(), contiguous=False)
     return ids, *(Int64(0) for _ in range(4)), Int32(0), arguments.stream()
 
@@ -50,7 +50,7 @@ class Pairs:
         sources: int32 ``[pairs]``, receives the token of each pair, in the sorted order of the pairs.
         positions: int32 ``[tokens, top_k]``, receives the index of each pair in the sorted order, -1 for pairs without an expert.
         tiles: int32 ``[tiles, RECORD]``, receives a record of each tile: its expert, the index of its first pair in the sorted
-            order, and its number of pairs, twice. The tiles with the most pairs come first.
+            order, its number of pairs, and a fourth word that no kernel reads. The tiles with the most pairs come first.
         tile_count: int32, receives the number of tiles.
     """
 

@@ -161,13 +161,13 @@ class Shapes:
         return index, RoundRobin(step, load_int(call.tile_count, False) * self.row_tiles(call))
 
     def is_beyond(self, call: Call, row: Int32) -> Int32:
-        """Returns a negative value if `PARTS` cannot represent a row of activations, whose scale is then negative, and 0
-        otherwise."""
+        """Returns a negative value if two fp8 values per element (`PARTS`) cannot represent a row of activations, and 0 otherwise.
+        The scale of such a row is negative."""
         return Int32(load_int(call.row_scales + Int64(row) * 4, False) & Int32(-(1 << 31)))
 
     @cute.jit
     def any_beyond(self, call: Call, storage: Any):
-        """Returns whether any row of activations cannot be represented by `PARTS`. All threads of a CTA call this method."""
+        """Returns whether the GEMM has any row of activations that `is_beyond` rejects. All threads of a CTA call this method."""
         thread, _, _ = cute.arch.thread_idx()
         beyond = Int32(0)
         for row in cutlass.range(thread, call.count, self.config.threads, unroll=4):

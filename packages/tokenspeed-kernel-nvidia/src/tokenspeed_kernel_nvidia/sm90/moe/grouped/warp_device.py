@@ -1,4 +1,5 @@
-"""The mainloop of `mma_device` for few columns. Each warp multiplies its own strips of weights by the columns, with mma.sync.
+"""The mainloop of `mma_device` for few columns. Each warp multiplies its own strips (16 rows each) of weights by the columns, with
+mma.sync.
 
 wgmma takes 32 cycles or more to read its A operand from registers, whatever the number of columns. The time of mma.sync is
 proportional to the number of columns, but mma.sync takes more instructions. A warp has at least two strips, so that each column is
@@ -131,7 +132,7 @@ class WarpMainloop(Shapes):
 
         Args:
             acc: the accumulators of each strip.
-            words: see `load_strips`.
+            words: this lane's words of weights and scales of the k block, from `load_strips`.
             column, chunk16: the sum is the shared-memory address that this lane passes to the block's first ldmatrix.
             odd_column, odd_chunk16: the same for the last eight columns, if ``width`` is not a multiple of 16.
             width: number of columns.

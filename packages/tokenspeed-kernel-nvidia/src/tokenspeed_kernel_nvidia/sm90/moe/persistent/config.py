@@ -55,7 +55,7 @@ class Config(StreamConfig):
 
     Attributes:
         tokens: the maximum number of tokens.
-        exchange: see `Exchange`.
+        exchange: how CTAs learn that exchanged rows are complete, see `Exchange`.
         most_stages: the maximum number of stages of the ring buffer.
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
         trace: whether the kernel stores the times of `EVENTS`.
@@ -74,7 +74,8 @@ class Config(StreamConfig):
 
     @property
     def rows_room(self) -> int:
-        """Bytes of the memory that first holds the attention's output, then the normalised tokens and the rows of an entry."""
+        """Bytes of the memory that first holds the attention's output, then the normalised tokens and the rows of an entry (pairs
+        of one expert that are computed together)."""
         return max(self.tokens * WIDTH_PITCH, self.rows_bytes + self.tokens * self.normed_pitch)
 
     @property

@@ -108,13 +108,15 @@ class Exchange(Stream):
 
     @cute.jit
     def publish(self, call: LayerCall, index: cutlass.Constexpr[int]):
-        """Called after this CTA's stores of tagged words. With the exchange "counter", adds 1 to the counter."""
+        """Announces this CTA's stores of tagged words, after these stores. With the exchange "counter", adds 1 to the counter. With
+        "words", does nothing, because readers poll the words."""
         if const_expr(self.config.exchange == "counter"):
             self.tell_all(call, index)
 
     @cute.jit
     def await_all(self, call: LayerCall, warp: Int32, index: cutlass.Constexpr[int], value: Int32):
-        """Called before loads of other CTAs' words. With the exchange "counter", waits until the counter equals ``value``."""
+        """Waits for other CTAs' words, before loads of these words. With the exchange "counter", waits until the counter equals
+        ``value``. With "words", does nothing, because the loads themselves poll the words."""
         if const_expr(self.config.exchange == "counter"):
             self.meet(call, warp, call.counter(index), value)
 
@@ -135,7 +137,7 @@ class Exchange(Stream):
             self.give_up(call)
 
     def rounded(self, x: Float32) -> Uint32:
-        """Rounds to bfloat16. The result has the value in both halves."""
+        """Rounds to bfloat16. Both halves of the result hold the value."""
         return pack(self.dtype, x, x)
 
 

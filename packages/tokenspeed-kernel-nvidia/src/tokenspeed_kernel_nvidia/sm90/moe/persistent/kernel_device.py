@@ -67,7 +67,7 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns the fake arguments with which the function that `host` returns is compiled."""
+    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     rows, size = arguments.rows, arguments.size
     tokens, hidden = size(), size(divisibility=32)
     residual, out = rows(config.dtype, tokens, hidden), rows(config.dtype, size(), tokens, hidden)

@@ -30,7 +30,7 @@ _BFLOAT16 = 2  # `Vector.kind` of bfloat16
 
 
 class Project(Exchange):
-    """The part of the kernel that projects."""
+    """The part of the kernel that computes the output projection."""
 
     @cute.jit
     def load_attended(self, call: LayerCall, warp: Int32):
@@ -52,7 +52,8 @@ class Project(Exchange):
 
     @cute.jit
     def project(self, call: LayerCall, warp: Int32, at: Any):
-        """Projects, and stores this CTA's words of ``totals``. Returns the next position in the ring buffer."""
+        """Computes this CTA's rows of the projection, adds bias and residual, and stores the results as words of ``totals``.
+        Returns the next position in the ring buffer."""
         thread = self.thread()
         rows, hidden = call.row_count, call.layer.hidden
         token = thread // cutlass.max(rows, 1)

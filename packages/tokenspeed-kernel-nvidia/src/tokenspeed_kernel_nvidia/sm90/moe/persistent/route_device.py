@@ -76,7 +76,7 @@ class Route(Project):
         """Makes the lists of pairs in shared memory, from the words of ``totals``.
 
         Args:
-            norm, bias: see `load_route_operands`.
+            norm, bias: this thread's part of the norm's weights, and the bias of its logit, from `load_route_operands`.
         """
         self.load_totals(call, warp)
         self.synchronise()

@@ -31,7 +31,7 @@ class Given:
         head: the counters in global memory, see `config.HEAD_WORDS`.
         totals: tagged words ``[tokens, hidden]``: projection plus residual.
         logits: tagged words ``[tokens, experts]``.
-        activated, slots: as in `stream`.
+        activated, slots: the results of the experts' first GEMM, and the weighted results of the second, as in `stream`.
         tokens, width, layers: the numbers of tokens, of the projection's input features, and of layers.
         ahead: how many bytes of the next layer's projection each CTA prefetches into L2 while the experts are being chosen.
         polls: how often a warp polls before it gives up and sets the error flag.

@@ -39,8 +39,8 @@ class Config:
     Attributes:
         dtype: dtype of tokens and output.
         blocks: the largest number of k blocks of a strip.
-        columns: number of MMA columns. Each pair of an entry has two columns, or four with float16 (one of them unused), or one
-            with fp8 activations.
+        columns: number of MMA columns. Each pair of an entry (pairs of one expert that are computed together) has two columns, or
+            four with float16 (one of them unused), or one with fp8 activations.
         slab: the number of k blocks in a stage of the ring buffer.
         rounded: whether activations are fp8, with a scale per row.
     """
@@ -111,7 +111,8 @@ def max_k() -> int:
 
 
 def config_of(dtype: str, k: int, pairs_per_expert: float, rounded: bool = False) -> Config:
-    """Returns the configuration for a layer in which both GEMMs have at most ``k`` input features. ``rounded``: see `Config`.
+    """Returns the configuration for a layer in which both GEMMs have at most ``k`` input features. ``rounded``: whether activations
+    are fp8.
 
     The configuration has room for twice the mean number of pairs of an expert plus two, which an expert rarely exceeds.
     """

@@ -43,12 +43,12 @@ def floats_of(word: Uint32) -> Any:
 
 
 class ExactDotProducts(Rows):
-    """The part of the kernel that multiplies without tensor cores."""
+    """The part of the kernel that computes dot products without tensor cores, for rows that the fp8 parts do not represent."""
 
     @cute.jit
     def exact_dot_products(self, call: Call, item: Int32, strip: Int32, pair: Int32):
         """Returns a pair's dot products with two rows of a strip, ``lane / 4`` and ``lane / 4 + 8``. These dot products replace the
-        sums of `multiply`."""
+        MMAs' sums."""
         layer = call.layer
         lane = cute.arch.lane_idx()
         first = kind_of(item) == W13

@@ -1,9 +1,10 @@
 """The MMA and epilogue warps of `kernel_device`: MMAs of panels, activation or weighting, and the sums over slots.
 
-A panel has four strips, one for each warp of a warpgroup. The panel's slabs alternate between the warpgroups. Weights are the A
-operand, converted in registers. The B operand, the rows of an entry, stays in shared memory for all of the entry's panels. Each
-half of a block has its own scales. So the partial sums of a half block are scaled and added in registers. The warpgroups store
-their partial sums of a panel in shared memory, where the epilogue warps add them in a fixed order.
+A panel of weights has four strips of 16 rows, one for each warp of a warpgroup. A slab is some k blocks (64 elements each) of a
+panel, which fill a stage. The panel's slabs alternate between the warpgroups. Weights are the A operand, converted in registers.
+The B operand, the rows of an entry, stays in shared memory for all of the entry's panels. Each half of a block has its own scales.
+So the partial sums of a half block are scaled and added in registers. The warpgroups store their partial sums of a panel in shared
+memory, where the epilogue warps add them in a fixed order.
 """
 
 # mypy: ignore-errors
@@ -289,8 +290,8 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def load_pairs(self, call: Call, item: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
-        """Finds the pairs of this lane's columns (-1 without a pair), and whether fp8 parts fail to represent their rows. For the
-        second GEMM, also finds the pairs' routing weights.
+        """Stores the pairs of this lane's columns to ``pairs`` (-1 without a pair). Sets ``beyond`` to a nonzero value for pairs
+        whose rows the fp8 parts do not represent. For the second GEMM, also stores the pairs' routing weights to ``weights``.
         """
         entry = entry_of(call.entries[index_of(item)])
         for tile in cutlass.range_constexpr(self.tiles):
