@@ -93,6 +93,7 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"damaged: cutedsl/{program.name}" in said
 
 
+@pytest.mark.slow
 def test_a_pack_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration alone is enough: each call of its steps is compiled, and another process finds all programs."""
     config = {
