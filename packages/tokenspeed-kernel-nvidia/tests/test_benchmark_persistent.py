@@ -25,6 +25,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_rows(benchmark: Any) -> None:
     """Variants are checked against the public operators, and a variant that fails does not end the run. A trace has all events."""
     shapes = importlib.import_module("moe_shapes")
