@@ -384,9 +384,9 @@ def _() -> list[Case]:
         Case("dense float16, activations beyond its range", _inputs(9, 6, 2, 64, 48, dtype=torch.float16, gain=512.0)),
         Case(
             "mxfp4 float16, activations beyond its range",
-            _inputs(9, 4, 2, 64, 96, weight_format="mxfp4", dtype=torch.float16, gain=512.0),
+            _inputs(9, 6, 2, 64, 96, weight_format="mxfp4", dtype=torch.float16, gain=512.0),
         ),
-        Case("mxfp4, exact beside an outlier", _inputs(9, 4, 2, 64, 96, weight_format="mxfp4", **_OUTLIER)),
+        Case("mxfp4, exact beside an outlier", _inputs(9, 6, 2, 64, 96, weight_format="mxfp4", **_OUTLIER)),
         Case("one token, one expert of 16", _inputs(1, 16, 1, 64, 64)),
         Case("mxfp4, gpt-oss options", _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", **_GPT_OSS)),
         Case("mxfp4, concatenated, fp8 activations", _inputs(7, 8, 2, 64, 96, weight_format="mxfp4", activation_dtype="fp8")),
