@@ -42,8 +42,8 @@ SGLANGS = (("sglang==0.5.15", "transformers==5.12.1"), ("sglang==0.5.23", "trans
 CUTEDSL = "nvidia-cutlass-dsl==4.8.1"
 # A C compiler, for machines that have none.
 ZIG = "ziglang==0.17.1"
-# Of each process that runs tests. Workers that each use all cores slow each other down many times over. Tests start hundreds of
-# processes, which would compile every module again if they must not write bytecode.
+# The environment of tests. One thread per worker, because workers that each use all cores slow each other down many times over.
+# Tests start hundreds of processes, each of which would compile every module again if none might write bytecode.
 TESTING = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 

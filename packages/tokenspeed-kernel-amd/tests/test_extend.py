@@ -20,6 +20,7 @@ def _run(device: torch.device, kv_lens: list[int], q_lens: list[int], **options:
     check(mha_extend_with_kvcache(**arguments, return_lse=True), reference(operator, arguments))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("longest", [1, 8, 16, pytest.param(40, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,15 +44,26 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
     check_case(gfx950, f"moe_apply_mxfp4{'_float32_fp8' if 'float32' in case.name else ''}", case)
 
 
-TILES_OF = [
+# Each tile, activation format and dtype. The other combinations are slow.
+SOME_TILES: list[tuple[grouped.Tile, dict[str, Any]]] = [
+    (TILES[2], {"activation_dtype": "fp8"}),
+    (TILES[1], {"activation_dtype": "fp8_static"}),
+    (TILES[0], {"activation_dtype": "none"}),
+    (TILES[1], {"activation_dtype": "mxfp4"}),
+    (FOR_FLOAT16, {"dtype": torch.float16}),
+]
+ALL_TILES: list[tuple[grouped.Tile, dict[str, Any]]] = [
     *((tile, {"activation_dtype": dtype}) for dtype in ("fp8", "fp8_static", "none", "mxfp4") for tile in TILES),
     (TILES[1], {"dtype": torch.float16}),
-    (FOR_FLOAT16, {"dtype": torch.float16}),
+    SOME_TILES[-1],
 ]
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(("tile", "options"), TILES_OF, ids=str)
+@pytest.mark.parametrize(
+    ("tile", "options"),
+    [pytest.param(*each, marks=[] if each in SOME_TILES else [pytest.mark.slow]) for each in ALL_TILES],
+    ids=str,
+)
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
     """The error is at most `allowed_error`. Sizes are not multiples of k steps, blocks of strips and tiles. One expert has most
     tokens, and another expert has none."""
@@ -67,7 +79,7 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
     assert relative_error(got, wanted) <= allowed_error(layer, x, weights, ids, wanted)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("tokens", "top_k", "options"), FEW)
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
@@ -103,9 +115,8 @@ def portable(layer: RandomLayer, *arguments: torch.Tensor) -> torch.Tensor:
     return tokenspeed_kernel.moe_apply(x, prepared, weights, ids, plan, override=plan.kernel)
 
 
-@pytest.mark.parametrize(
-    ("experts", "tokens", "top_k"), [(384, 5, 8), (9, 40, 8), (2, 110, 1), pytest.param(384, 40, 8, marks=pytest.mark.slow)]
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("experts", "tokens", "top_k"), [(384, 5, 8), (9, 40, 8), (384, 40, 8), (2, 110, 1)])
 def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, tokens: int, top_k: int) -> None:
     """If the order of tokens changes, so that tokens are in other columns and other tiles, the results stay bitwise the same."""
     layer = RandomLayer(gfx950, experts, top_k, 64, 32, activation_dtype="fp8", **GPT_OSS)
@@ -133,15 +144,15 @@ def test_numbers_far_from_one(gfx950: torch.device, tokens_by: int, w13_by: int,
     assert relative_error(got, layer.wanted(x, weights, ids)) <= 4e-3
 
 
-def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) -> None:
-    for activation_dtype in ("fp8", "none", "mxfp4"):
-        layer = RandomLayer(gfx950, 4, 2, 96, 64, activation_dtype=activation_dtype)
-        x, weights, ids = layer.tokens(5)
-        clean = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
-        x[1, 3], x[3, 70] = torch.nan, torch.inf
-        got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
-        assert got[[1, 3]].isnan().all()
-        assert torch.equal(got[[0, 2, 4]], clean[[0, 2, 4]])
+@pytest.mark.parametrize("activation_dtype", ["fp8", *(pytest.param(other, marks=pytest.mark.slow) for other in ("none", "mxfp4"))])
+def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device, activation_dtype: str) -> None:
+    layer = RandomLayer(gfx950, 4, 2, 96, 64, activation_dtype=activation_dtype)
+    x, weights, ids = layer.tokens(5)
+    clean = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
+    x[1, 3], x[3, 70] = torch.nan, torch.inf
+    got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
+    assert got[[1, 3]].isnan().all()
+    assert torch.equal(got[[0, 2, 4]], clean[[0, 2, 4]])
 
 
 @pytest.mark.sampled(1)
@@ -169,10 +180,12 @@ def test_the_kit_finds_nothing_at_all(gfx950: torch.device, name: str) -> None:
 @pytest.mark.parametrize(
     ("tile", "options"),
     [
-        *((tile, {"activation_dtype": "fp8"}) for tile in TILES),
+        (TILES[0], {"activation_dtype": "fp8"}),
+        (TILES[2], {"activation_dtype": "fp8"}),
         (TILES[2], {}),
-        (TILES[2], {"activation_dtype": "mxfp4"}),
-        (FOR_FLOAT16, {"dtype": torch.float16}),
+        pytest.param(TILES[1], {"activation_dtype": "fp8"}, marks=pytest.mark.slow),
+        pytest.param(TILES[2], {"activation_dtype": "mxfp4"}, marks=pytest.mark.slow),
+        pytest.param(FOR_FLOAT16, {"dtype": torch.float16}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -203,6 +216,7 @@ def test_the_tile_for_many_tokens() -> None:
         assert not grouped.tile_for(90, plan).wide
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activation_dtype", ["fp8", "fp8_static", "none", "mxfp4"])
 def test_compiled_code_for_few(emulator: Any, activation_dtype: str) -> None:
     layer = RandomLayer(torch.device("cpu"), 4, 4, 2880, 32, activation_dtype=activation_dtype, **GPT_OSS)
@@ -213,7 +227,7 @@ def test_compiled_code_for_few(emulator: Any, activation_dtype: str) -> None:
         assert "s_cbranch_execnz" not in text
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_layer_in_full_size(gfx950: torch.device, tokens: int) -> None:
     """The error is small at GPT-OSS-120B's sizes. The layer has only eight experts, so that four tokens share experts. With 128
@@ -310,9 +324,17 @@ def test_planes_restore_numbers(gfx950: torch.device, dtype: torch.dtype, planes
         assert not error[given.abs() >= largest * 2.0**-14].any()
 
 
-def test_static_scales_saturate(gfx950: torch.device) -> None:
-    """Values beyond the scales' range saturate, in tokens and between the GEMMs, in the kernels for narrow tiles, wide tiles and
-    few tokens."""
+@pytest.mark.parametrize(
+    "launch",
+    [
+        few.moe_apply_few,
+        functools.partial(grouped.moe_apply_many, tile=TILES[0]),
+        pytest.param(functools.partial(grouped.moe_apply_many, tile=TILES[2]), marks=pytest.mark.slow),
+    ],
+    ids=["few", "narrow", "wide"],
+)
+def test_static_scales_saturate(gfx950: torch.device, launch: Callable[..., torch.Tensor]) -> None:
+    """Values beyond the scales' range saturate, in tokens and between the GEMMs."""
     layer = RandomLayer(gfx950, 2, 1, 96, 64, activation_dtype="fp8_static")
     for name in ("w13_input_scale", "w2_input_scale"):
         for each in (layer.given, layer.prepared):
@@ -320,11 +342,7 @@ def test_static_scales_saturate(gfx950: torch.device) -> None:
     x, weights, ids = layer.tokens(40)
     x[3, 5], x[4, 6] = 1e4, -1e4
     wanted = layer.wanted(x, weights, ids)
-    for tile in (TILES[0], TILES[2]):
-        got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan, tile=tile)
-        assert relative_error(got, wanted) <= 4e-3
-    got = few.moe_apply_few(x, layer.prepared, weights, ids, layer.plan)
-    assert relative_error(got, wanted) <= 4e-3
+    assert relative_error(launch(x, layer.prepared, weights, ids, layer.plan), wanted) <= 4e-3
 
 
 def test_launches(emulator: Any) -> None:

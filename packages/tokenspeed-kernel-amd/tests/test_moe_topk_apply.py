@@ -48,6 +48,7 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
     check_case(gfx950, f"moe_topk_apply_mxfp4{'_float32_fp8' if case.name.endswith('float32') else ''}", case)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool) -> None:
@@ -63,7 +64,7 @@ def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool)
         torch.testing.assert_close(weights, wanted[0], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
 def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:

@@ -124,6 +124,7 @@ def test_scores_far_from_zero(gfx950: torch.device) -> None:
     assert ((got[1] - wanted[1]).abs() <= LSE_ERROR + 1e-6 * wanted[1].abs()).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"window_left": 150, "sinks": True}, _slow({"logit_cap": 90.0})], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_that_grow_too_large(gfx950: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:

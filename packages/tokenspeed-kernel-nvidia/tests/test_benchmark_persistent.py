@@ -25,6 +25,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_rows(benchmark: Any) -> None:
     """Asserts that variants are compared with the public operators, that a failing variant does not end the run, and that a trace
     has all events."""

@@ -115,6 +115,7 @@ def _instructions(program: Any, config: Any, folder: Path) -> str:
     return str(program.compile(config, f"--keep-cubin --keep-ptx --dump-dir {folder}").__ptx__)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 @pytest.mark.parametrize(
     "config",

@@ -96,6 +96,7 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"damaged: cutedsl/{program.name}" in said
 
 
+@pytest.mark.slow
 def test_a_pack_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asserts that a model's configuration is enough for a pack: the pack has the programs of all calls of the model's steps, and
     another process finds them."""

@@ -13,6 +13,7 @@ import tokenspeed_kernel as tk
 from tokenspeed_kernel.workbench import self_check as checking
 from tokenspeed_kernel.workbench.numerics import CaseResult, Status
 from tokenspeed_kernel.workbench.receipts import Receipt, receipt
+from tokenspeed_kernel_base import selection
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.spec import KernelSpec
@@ -120,7 +121,8 @@ def test_every_kernel_has_a_case_before_any_has_two(plant: Any, monkeypatch: pyt
     assert ran[:4] == ["first", "second", "first", "second"]
 
 
-def test_a_process_is_checked_by_default(plant: Any) -> None:
+def test_a_process_is_checked_by_default(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_made", {})  # other tests may have filled it
     plant("first", _wrong, priority=19)
     tk.rmsnorm(torch.ones(2, 4321), torch.ones(4321))
     assert "first" in {wrong.result.kernel for wrong in tk.self_check(seconds=60).wrong}

@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.spec import KernelSpec
 
 # Cases with less work than this many elements take tenths of a second in Triton's interpreter.
-SMALL = 2048
+SMALL = 4096
 # Floating-point operations that take about as long as one more element of an argument.
 FLOPS_PER_ELEMENT = 64
 
