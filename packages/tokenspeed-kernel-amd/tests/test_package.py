@@ -29,6 +29,7 @@ FUNCTIONS = [
     "mha_prefill",
     "mha_with_kvcache",
     "mla_decode_with_kvcache",
+    "mm",
     "moe_apply",
     "moe_topk_apply",
 ]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for editors and type checkers; `functions_of` also provides
     from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
     from tokenspeed_kernel_base.ops.attention.mha_with_kvcache import mha_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
+    from tokenspeed_kernel_base.ops.gemm.mm import mm
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
     from tokenspeed_kernel_base.ops.moe.moe_topk_apply import moe_topk_apply
 

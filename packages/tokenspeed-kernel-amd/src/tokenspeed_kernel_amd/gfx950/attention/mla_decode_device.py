@@ -20,6 +20,7 @@ from tokenspeed_kernel_amd.gfx950.common.paging_device import (
     list_pages,
     page_span,
 )
+from tokenspeed_kernel_amd.gfx950.common.split_device import last_to_arrive
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
 from tokenspeed_kernel_amd.gluon.mask_device import hide_unseen
 from tokenspeed_kernel_amd.gluon.softmax_device import (
@@ -503,12 +504,9 @@ def mla_decode_kernel(
         if plan.split_kv and blocks > split_blocks:
             first_part = 2 * (first_split - sequence) * tiles + number
             store_partial(partial, first_part + (split - first_split) * tiles, state)
-            isa.wait_for_stores()
-            gl.barrier()
             splits = (blocks + split_blocks - 1) // split_blocks
             arrived = partial.arrived + sequence * tiles + number
-            before = gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
-            if before == splits - 1:
+            if last_to_arrive(arrived, splits):
                 gl.store(arrived, 0)
                 state = merge(partial, state, first_part, splits, tiles, 8)
                 store_output(operands, shape, variant, tile, half, state)

@@ -1,0 +1,204 @@
+"""Predicts the times of GEMMs of mxfp8, mxfp4 and fp8 operands: our kernel and the portable kernels. **For ratios only.**
+
+    python packages/tokenspeed-kernel-amd/benchmarks/timing_model_mm.py --output timing_model_mm.json --readme
+
+Calls run on the gfx950 emulator, which counts instructions. `gfx950_emulator.timing` computes a time from these counts, as for
+`timing_model`. Calls with few rows are executed whole, by both kernels. Calls with many rows are sampled: the emulator executes
+SAMPLED x SAMPLED tiles of the configuration that the whole call has, with its k. A tile is simulated alone, and beside as many
+copies of itself as fit on a CU and as the CU has. The outputs are compared with the fp32 reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from timing_model import README, metadata_of, predicted, publish, total
+
+MARKS = ("<!-- predicted times of GEMM -->", "<!-- end of GEMM -->")
+SIDES = {"ours": "gluon", "portable": "triton"}
+SAMPLED = 5  # tiles along each axis of a sample: large enough that most loads hit L2, as in the whole call
+ERROR = 3e-3  # limit of the relative error of the bfloat16 output
+
+ASSUMPTIONS = (
+    "Only ratios are meaningful: no time below is a claim about an MI355X.",
+    "Both kernels get the same inputs, and run with the same compiler (stock Triton), emulator and timing model.",
+    "Up to 64 rows, whole grids are executed, and the workgroup that executes the most instructions is simulated.",
+    f"With more rows, {SAMPLED} x {SAMPLED} tiles of our kernel are executed. Tiles are assigned to 256 CUs in turn. The time of a "
+    "CU is the time of its tiles at full occupancy, or of one tile alone if that takes longer. The portable kernels are not "
+    "executed.",
+    "The floor is the larger of two times: of moving the operands and the result once at 8 TB/s, and of the MFMAs at their "
+    "peak rate.",
+    "The launches of a call run one after another. Launch overhead is not included.",
+    "Caches are ideal: no line is loaded from HBM twice in a launch, and L2 delivers 64 bytes per cycle to every CU. Atomics and "
+    "cache writebacks take no longer than other accesses.",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call with a bfloat16 result and a weight that is stored ``[n, k]``.
+
+    Attributes:
+        m, k, n: sizes.
+        format: format of both operands; ``"fp8"`` has scales per token and channel.
+        bar_us: the largest time that passes; None: the call is shown for information.
+    """
+
+    m: int
+    k: int
+    n: int
+    format: str
+    bar_us: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.m} x {self.k} x {self.n}, {self.format}"
+
+    @property
+    def pair_bytes(self) -> int:
+        return 1 if self.format == "mxfp4" else 2
+
+    @property
+    def whole(self) -> bool:
+        return self.m <= 64
+
+    @property
+    def memory_us(self) -> float:
+        from gfx950_emulator import hardware as hw
+
+        operands = (self.m + self.n) * (self.k * self.pair_bytes / 2 + (4 if self.format == "fp8" else self.k / 32))
+        return (operands + 2 * self.m * self.n) / hw.HBM_BYTES_PER_SECOND * 1e6
+
+    @property
+    def floor_us(self) -> float:
+        from gfx950_emulator import hardware as hw
+
+        flops_per_cycle = hw.COMPUTE_UNITS * 16384 / self.pair_bytes
+        return max(self.memory_us, 2 * self.m * self.k * self.n / flops_per_cycle / hw.CLOCK_HZ * 1e6)
+
+    def inputs(self, m: int, n: int) -> dict[str, Any]:
+        """Returns the operator's arguments, for these sizes instead of the call's."""
+        from tokenspeed_kernel_base.cases import Draw
+        from tokenspeed_kernel_base.ops.gemm._inputs import fp8, micro
+
+        if self.format == "fp8":
+            return fp8(m, self.k, n, a_scale="token", b_scale="channel")(Draw(torch.device("cpu"), self.k))
+        return micro(m, self.k, n, a=self.format, b=self.format)(Draw(torch.device("cpu"), self.k))
+
+
+CASES = [
+    *(Case(m, 2048, 4096, fmt, 1.6) for m in (1, 16) for fmt in ("mxfp8", "mxfp4", "fp8")),
+    *(Case(16, 4096, 2048, fmt) for fmt in ("mxfp8", "mxfp4")),
+    *(Case(64, 2048, 4096, fmt) for fmt in ("mxfp8", "mxfp4")),
+    Case(2048, 1024, 2048, "mxfp8"),
+    Case(2048, 1024, 2048, "mxfp4", 3.5),
+    Case(4096, 1024, 4096, "mxfp8", 12.0),
+    Case(4096, 1024, 4096, "mxfp4"),
+    Case(4096, 1024, 4096, "fp8"),
+    *(Case(8192, 8192, 8192, fmt) for fmt in ("mxfp8", "mxfp4")),
+]
+
+
+def run(arguments: dict[str, Any], solution: str) -> list[Any]:
+    """Calls a kernel, checks its result, and returns its launches."""
+    import tokenspeed_kernel as core
+    from gfx950_emulator import emulated_gfx950
+
+    with emulated_gfx950(counters=True, sanitize=False) as emulator:
+        out = core.mm(**arguments, solution=solution)
+    wanted = core.mm(**arguments, out_dtype=torch.float32, solution="reference")
+    error = float((out.float() - wanted).norm() / wanted.norm())
+    if not error <= ERROR:
+        raise RuntimeError(f"{solution}: relative error {error:.1e}")
+    return emulator.launches
+
+
+def measure_whole(case: Case, solution: str) -> dict[str, Any]:
+    launches = list(map(predicted, run(case.inputs(case.m, case.n), solution)))
+    return {**total(launches), "launches": launches}
+
+
+def measure_sample(case: Case) -> dict[str, Any]:
+    """Predicts our kernel's time from a part of the call's tiles."""
+    from gfx950_emulator import hardware as hw
+    from gfx950_emulator import timing
+    from tokenspeed_kernel_amd.gfx950.gemm import mm as launcher
+
+    config = launcher.config_of(case.m, case.n, hw.COMPUTE_UNITS, case.pair_bytes)
+    tiles = -(-case.m // config.block_m) * -(-case.n // config.block_n)
+    # As many CUs as tiles: the whole call does not split k either.
+    as_whole = {"config_of": lambda *_: config, "current_compute_units": lambda: SAMPLED**2}
+    with mock.patch.multiple(launcher, **as_whole):
+        (launch,) = run(case.inputs(SAMPLED * config.block_m, SAMPLED * config.block_n), "gluon")
+    costs = timing.instruction_costs(launch.counters)
+    trace = timing.instructions_of(launch.counters, 0)
+    fits = timing.occupancy(launch.program.assembly, launch.waves, launch.lds)
+    of_cu = -(-tiles // hw.COMPUTE_UNITS)
+    together = min(fits.workgroups, of_cu)
+    alone = timing.simulate(costs, [trace], 10**6)
+    full = timing.simulate(costs, [trace] * together, 10**6)
+    cycles = max(alone.cycles, of_cu * full.cycles / together)
+    found = {
+        "kernel": launch.kernel,
+        "waves": launch.waves,
+        "waves_per_simd": fits.waves_per_simd,
+        "tiles": tiles,
+        "alone_cycles": alone.cycles,
+        "together_cycles": full.cycles,
+        "together": together,
+        "mfma_busy": round(full.busy["MFMA"], 3),
+        "bound_by": full.bound_by,
+    }
+    return {"us": max(cycles / hw.CLOCK_HZ * 1e6, case.memory_us), "launches": [found]}
+
+
+def measure(case: Case, side: str) -> dict[str, Any] | None:
+    if not case.whole and side != "ours":
+        return None
+    start = time.perf_counter()
+    found = measure_whole(case, SIDES[side]) if case.whole else measure_sample(case)
+    print(f"{side}: {case.name}: {found['us']:.2f} us ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
+    return found
+
+
+def table(report: dict[str, Any]) -> str:
+    """Formats the report as Markdown."""
+    lines = [
+        "| m x k x n, operands | floor, µs | ours, µs (launches) | portable, µs (launches) | portable / ours | ours is bound by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        ours, portable = row["ours"], row["portable"]
+        cells = [row["case"], f"{row['floor_us']:.2f}", f"{ours['us']:.2f} ({len(ours['launches'])})"]
+        cells += ["", ""] if portable is None else [f"{portable['us']:.2f} ({len(portable['launches'])})"]
+        cells += [] if portable is None else [f"{portable['us'] / ours['us']:.2f}"]
+        lines.append(f"| {' | '.join([*cells, ours['launches'][0]['bound_by']])} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="where to write the report, JSON")
+    parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
+    parser.add_argument("--only", default="", help="cases whose name matches this regular expression")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = []
+    for case in CASES:
+        if re.search(options.only, case.name):
+            sides = {side: measure(case, side) for side in SIDES}
+            rows.append({"case": case.name, "bar_us": case.bar_us, "floor_us": case.floor_us, **sides})
+    report = {"metadata": metadata_of(Path(__file__), None), "assumptions": ASSUMPTIONS, "rows": rows}
+    publish(report, table(report), options, README, MARKS)
+
+
+if __name__ == "__main__":
+    main()

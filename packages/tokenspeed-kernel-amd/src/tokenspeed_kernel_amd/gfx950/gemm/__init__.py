@@ -1,0 +1,1 @@
+"""GEMM kernels for gfx950."""

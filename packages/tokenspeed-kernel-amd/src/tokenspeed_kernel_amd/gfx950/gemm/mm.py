@@ -1,0 +1,273 @@
+"""GEMM of mxfp8, mxfp4 and fp8 operands on the scaled MFMA (16 x 16 x 128).
+
+Block scales are operands of the MFMAs, so nothing is dequantised. Scales of tensors, tokens and channels multiply the accumulator.
+Both operands are read as lines along k: rows of a, and columns of b.
+Other operands, such as a b whose rows are contiguous, are copied first.
+
+* LDS: a ring of blocks of k of both operands, filled by asynchronous copies. XORed addresses avoid bank conflicts without padding.
+  A chunk of scales goes through registers to LDS, in the order in which MFMAs read it.
+* Mainloop: one barrier per block of k. Behind it, the copy of a later block to LDS starts, and a wave reads its part of the block
+  as MFMA operands.
+* Few rows (at most 64): a tile has few columns, so that most CUs have one. Four waves divide each block of k, and add their
+  accumulators at the end. L2 bandwidth limits a workgroup.
+* Many rows: waves divide a tile of 128 x 128. The bandwidths of L2 and LDS and the rate of the MFMAs limit such a tile alike. If
+  there are more tiles than CUs, a CU has two workgroups of 4 waves; otherwise one of 8 waves, with a longer ring.
+
+Split-K: if there are few tiles and k is long, several workgroups share a tile. Each writes a partial result in fp32. The last
+workgroup to arrive at a counter adds them in the order of k. So there is one launch, and results are bitwise reproducible.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_amd._machine import current_compute_units
+from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
+from tokenspeed_kernel_amd.capability import GLUON_CDNA4
+from tokenspeed_kernel_base.alignment import aligned
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.ops.gemm.operands import default_out_dtype, logical_k
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format
+from tokenspeed_kernel_base.ops.quantization.mx import MXFP8_DTYPES
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signature
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import between, multiple_of
+from tokenspeed_kernel_base.workspace import keeper
+
+device = DeviceModule(__name__ + "_device")
+
+XCDS = 8  # consecutive workgroups run on different XCDs
+QUAD = 512  # a split's length along k is a multiple of this
+MOST_K = 1 << 22
+FURTHEST = 1 << 22  # elements from one line to the next: offsets within a tile of up to 128 lines have 32 bits
+RING_BYTES = 144 * 1024  # LDS of the few-row tiles' ring
+# The emulator's timing model: bandwidth of a CU, and the time to store, wait, arrive and reload the first partial result.
+L2_BYTES_PER_CYCLE = 64
+MERGE_CYCLES = 2000
+
+SIGNATURES = frozenset(
+    format_signature(a=a, b=b)
+    for a in (mxfp4_format(), *map(mxfp8_format, MXFP8_DTYPES))
+    for b in (mxfp4_format((BLOCK_MX, 1)), *(mxfp8_format(dtype, (BLOCK_MX, 1)) for dtype in MXFP8_DTYPES))
+)
+FP8_SIGNATURES = frozenset(
+    format_signature(a=fp8_format(a, rows_of), b=fp8_format(b, columns_of))
+    for a in MXFP8_DTYPES
+    for b in MXFP8_DTYPES
+    for rows_of in ("tensor", "token")
+    for columns_of in ("tensor", "channel")
+)
+FORMATS = {torch.uint8: "e2m1", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+class Config(NamedTuple):
+    """The tile of a workgroup: compile-time constants.
+
+    Attributes:
+        block_m, block_n: rows and columns of the tile.
+        block_k: elements of k per pipeline stage.
+        waves_m, waves_n: numbers of waves along rows and columns.
+        waves_k: number of waves that divide each block of k, and add their accumulators at the end. If it is not 1, waves_m and
+            waves_n are 1.
+        stages: pipeline stages: blocks of k in LDS.
+        chunk: elements of k whose scales are in LDS, a multiple of block_k and of 512.
+        waves_per_simd: the occupancy that the compiler allocates registers for. With 2, it uses no AGPRs: otherwise it would
+            reserve half of the registers for them.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    waves_m: int
+    waves_n: int
+    waves_k: int
+    stages: int
+    chunk: int
+    waves_per_simd: int = 1
+
+
+class Operand(NamedTuple):
+    """One operand as the kernel reads it.
+
+    Attributes:
+        codes: [lines, bytes]; lines are rows of a or columns of b.
+        scale: uint8 [lines, blocks of 32]; or float32 [lines, 1], or one float32 for all lines.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+
+class Partial(NamedTuple):
+    """The splits' partial results.
+
+    Attributes:
+        results: float32 [tiles, splits, block_m * block_n], in the order of `mm_device.fragment_offsets`.
+        arrived: int32 [tiles], how many splits have stored their partial result; 0 before and after a launch.
+    """
+
+    results: Tensor
+    arrived: Tensor
+
+
+class Shape(NamedTuple):
+    """Compile-time constants: sizes that are fixed by a model, formats and strides. Strides are in elements.
+
+    Attributes:
+        split_k: elements of k per split, a multiple of 512.
+        splits: number of splits.
+        ragged: whether a block of k ends beyond k.
+        one_row: whether all rows are in one tile.
+        block_scaled: whether scales are e8m0, for blocks of 32. Otherwise the scales of lines have these strides, 0 for one scale.
+        a_scale_words, b_scale_words: whether four block scales can be loaded as one aligned word.
+    """
+
+    n: int
+    k: int
+    split_k: int
+    splits: int
+    ragged: bool
+    one_row: bool
+    block_scaled: bool
+    a_format: str
+    b_format: str
+    a_stride: int
+    b_stride: int
+    a_scale_stride: int
+    b_scale_stride: int
+    a_scale_words: bool
+    b_scale_words: bool
+    out_stride: int
+
+
+def config_of(m: int, n: int, compute_units: int, pair_bytes: int) -> Config:
+    """Selects the tile. ``pair_bytes``: bytes of two elements of the wider operand: 1 if both operands are mxfp4, otherwise 2."""
+    if m <= 64:
+        block_m = max(16, 1 << (m - 1).bit_length())
+        wide = 64 if block_m < 64 else 32  # three stages of 64 rows and 64 columns would not fit into LDS
+        block_n = next((size for size in (16, 32) if n <= size * compute_units), wide)
+        stages = min(8, RING_BYTES // ((block_m + block_n) * 256 * pair_bytes))
+        return Config(block_m, block_n, 512, 1, 1, 4, stages, 4096)
+    block_k = 256 // pair_bytes
+    tiles = -(-m // 128) * -(-n // 128)
+    if tiles > compute_units:
+        return Config(128, 128, block_k, 2, 2, 1, 2, 1024, 2)
+    if 2 * tiles > compute_units:
+        return Config(128, 128, block_k, 4, 2, 1, 3, 1024, 2)
+    return Config(64, 64, block_k, 2, 2, 1, 4, 1024)
+
+
+def splits_of(config: Config, tiles: int, k: int, compute_units: int, pair_bytes: int) -> tuple[int, int]:
+    """Returns the number of splits of k that takes the least time if L2 bandwidth limits a workgroup, and the splits' length."""
+    quads = -(-k // QUAD)
+
+    def cycles(splits: int) -> float:
+        quad = (config.block_m + config.block_n) * QUAD // 2 * pair_bytes / L2_BYTES_PER_CYCLE
+        merge = MERGE_CYCLES + splits * config.block_m * config.block_n * 4 / L2_BYTES_PER_CYCLE
+        return -(-quads // splits) * quad + (merge if splits > 1 else 0)
+
+    splits = min(range(1, max(1, min(compute_units // tiles, quads)) + 1), key=cycles)
+    each = -(-quads // splits)
+    return -(-quads // each), each * QUAD
+
+
+@register_kernel(
+    "gemm",
+    "mm",
+    name="gluon_mm_fp8",
+    solution="gluon",
+    capability=GLUON_CDNA4,
+    signatures=FP8_SIGNATURES,
+    traits={"bias": any, "wide_bias": any, "k": between(BLOCK_MX, MOST_K) & multiple_of(BLOCK_MX)},
+    priority=Priority.SPECIALIZED,
+    tags={"determinism"},
+)
+@register_kernel(
+    "gemm",
+    "mm",
+    name="gluon_mm_mx",
+    solution="gluon",
+    capability=GLUON_CDNA4,
+    signatures=SIGNATURES,
+    traits={"bias": any, "wide_bias": any, "k": between(BLOCK_MX, MOST_K)},
+    priority=Priority.SPECIALIZED,
+    tags={"determinism"},
+)
+def mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    """See `tokenspeed_kernel_amd.mm`, which checks the arguments first."""
+    m, n = a.shape[0], b.shape[1]
+    written = rows_to_write(out if is_near(out) else None, a, m, n, dtype=out_dtype or default_out_dtype(a))
+    if written.numel():
+        of_columns = b_scale.mT if b_scale.ndim == 2 else b_scale
+        launch(operand_of(a, a_scale), operand_of(b.mT, of_columns), written, bias, logical_k(a))
+    return deliver(written, out)
+
+
+def is_near(lines: Tensor | None) -> bool:
+    """Whether the distance from one line to the next is within the kernel's limit."""
+    return lines is not None and abs(lines.stride(0)) <= FURTHEST
+
+
+def in_words(scale: Tensor) -> bool:
+    """Whether every four scales of a step are one aligned word."""
+    return scale.dtype == torch.uint8 and not (scale.shape[1] % 4 or scale.stride(0) % 4 or scale.data_ptr() % 4)
+
+
+def operand_of(lines: Tensor, scale: Tensor) -> Operand:
+    """Returns the operand, copied if its lines are not contiguous along k, not aligned, or too far apart."""
+    if scale.element_size() == 1:
+        scale = scale.view(torch.uint8)
+        scale = rows(scale) if is_near(scale) else scale.contiguous()
+    return Operand(aligned(lines) if is_near(lines) else lines.contiguous(), scale)
+
+
+def line_stride(scale: Tensor) -> int:
+    """Elements from the first scale of one line to that of the next."""
+    return scale.stride(0) if scale.ndim == 2 else 0
+
+
+def launch(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, k: int) -> None:
+    m, n = out.shape
+    formats = FORMATS[a.codes.dtype], FORMATS[b.codes.dtype]
+    compute_units = current_compute_units()
+    pair_bytes = 1 if formats == ("e2m1", "e2m1") else 2
+    config = config_of(m, n, compute_units, pair_bytes)
+    tiles_m = -(-m // config.block_m)
+    tiles = tiles_m * -(-n // config.block_n)
+    splits, split_k = splits_of(config, tiles, k, compute_units, pair_bytes)
+    chunk = min(config.chunk, 1 << (split_k - 1).bit_length())
+    blocks = -(-split_k // config.block_k)
+    config = config._replace(chunk=chunk, stages=min(config.stages, blocks))
+    shape = Shape(
+        n, k, split_k, splits, k % split_k != 0, tiles_m == 1, a.scale.dtype == torch.uint8,
+        *formats, a.codes.stride(0), b.codes.stride(0),
+        line_stride(a.scale), line_stride(b.scale), in_words(a.scale), in_words(b.scale), out.stride(0),
+    )  # fmt: skip
+    partial = partial_of(a.codes, config.block_m * config.block_n, tiles, splits) if splits > 1 else None
+    per_xcd = -(-tiles // XCDS)
+    grid = (tiles if tiles_m == 1 and splits == 1 else per_xcd * XCDS, splits)
+    bias = None if bias is None else bias.contiguous()
+    device.mm_kernel[grid](
+        a, b, m, per_xcd, out, bias, partial, config, shape, num_warps=config.waves_m * config.waves_n * config.waves_k,
+        waves_per_eu=config.waves_per_simd, llvm_fn_attrs="amdgpu-agpr-alloc=0" if config.waves_per_simd == 2 else "",
+    )  # fmt: skip
+
+
+def partial_of(like: Tensor, size: int, tiles: int, splits: int) -> Partial:
+    index = like.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+    workspace = keeper.get(index, stream, 4 * size * tiles * splits, tiles)
+    return Partial(workspace.memory[: 4 * size * tiles * splits].view(torch.float32), workspace.counters)
