@@ -22,7 +22,7 @@ from gpt_oss.sampling import Sampling
 from gpt_oss.warmup import shapes, sizes_up_to
 from tokenspeed_kernel import CompilationForbiddenError, compile_policy, watch_calls
 from tokenspeed_kernel.workbench.receipts import read_receipt
-from tokenspeed_kernel_base import compilation
+from tokenspeed_kernel_base import compilation, selection
 
 LIMITS = {"prefill_tokens": 5, "max_sequences": 2}
 
@@ -104,7 +104,10 @@ def test_a_warm_up_changes_nothing(model: GptOss) -> None:
     assert [each.tokens for each in warm.generate(requests)] == [each.tokens for each in cold.generate(requests)]
 
 
-def test_what_a_warm_up_and_a_step_log(model: GptOss, compiler: None, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_what_a_warm_up_and_a_step_log(
+    model: GptOss, compiler: None, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_made", {})  # other tests may have filled it, and a receipt selects again for each entry
     file = tmp_path / "receipt.json"
     with caplog.at_level(logging.INFO, "gpt_oss"):
         engine = make_engine(model, warm="all", prefill_tokens=1, max_sequences=1, receipt=file)
