@@ -25,7 +25,8 @@ ROUNDED_TOGETHER = 16  # elements of a row that a thread converts at once
 RECORD = 4  # int32 fields of a tile's record in the schedule
 
 # Kinds of GEMM inputs. `PLAIN`: rows as given. `CODES`: float8_e4m3fn with a scale for each row. `VALUES`: the quantised values of
-# `CODES`, stored in 16 bits. `PARTS`: split into two float8_e4m3fn values that together have all bits of a bfloat16.
+# `CODES`, stored in 16 bits. `PARTS`: split into two float8_e4m3fn values that together represent a bfloat16 exactly, unless it is
+# small (see `EXACT_FROM`).
 PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
 # float32 rows that may exceed float16's range. Each row is divided by a power of two and converted to float16. The MMAs treat such
 # rows like `VALUES`.
