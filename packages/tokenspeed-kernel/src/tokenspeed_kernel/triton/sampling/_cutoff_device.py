@@ -22,7 +22,7 @@ _PART_BITS = tl.constexpr(3)
 FEW = tl.constexpr(_state.FEW)
 _PAIRED = tl.constexpr(32)
 _NO_KEY = tl.constexpr(-0x80000000)
-# The number of tokens whose count and total weight always fit into one int64; see `_state_device`.
+# The number of tokens whose count and total weight always fit into one int64: a weight has 41 bits, and the count begins at bit 51.
 _CHUNK = tl.constexpr(1024)
 
 
