@@ -206,7 +206,7 @@ def _inputs(
     """Draws the arguments of one layer.
 
     Args:
-        wide_bias: use a float32 bias.
+        wide_bias: whether to use a float32 bias.
         options: further fields of the plan.
     """
 

@@ -172,7 +172,7 @@ def attend_latent(
 
     A sequence has ``max_seqlen_q`` new tokens, or as many as ``cu_seqlens_q`` says.
 
-    ``sparse``: every token counts as a sequence. Its keys are the slots in its row of ``page_table``.
+    ``sparse``: whether every token counts as a sequence. Its keys are then the slots in its row of ``page_table``.
     """
     cache_seqlens, cu_seqlens_q = cache_seqlens.contiguous(), dense(cu_seqlens_q)
     tokens, heads, width = q.shape

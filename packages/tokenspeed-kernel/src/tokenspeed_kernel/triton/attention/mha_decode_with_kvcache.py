@@ -85,7 +85,8 @@ _UNMEASURED = Measured()
 def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: torch.device, measured: Measured) -> Config:
     """Returns the configuration for ``key_bytes`` bytes per key and value, tiles of ``rows`` query rows, and MMAs in ``dtype``.
 
-    ``lean``: the kernel needs no registers for a window's mask, per-row masks, a page number per key, or even and odd operands.
+    ``lean``: whether the kernel needs no registers for a window's mask, per-row masks, a page number per key, or even and odd
+    operands.
     """
     room = for_architecture(_SHARED_BYTES, device)
     # 64 keys per block: 16 x 8K takes 72 us (32 keys: 76, 128 keys: 75); 64 x 1K takes 38 us (128 keys: 43). Three buffers (7

@@ -58,8 +58,9 @@ class Config(NamedTuple):
         m, n, k: rows of a, columns of b and elements along k of a program's tile.
         warps, stages: a program's warps and pipeline stages.
         persistent: persistent programs per SM/CU; 0 for one program per tile.
-        partial: add each step's MMA result to the accumulator in float32, because the tensor core's fp8 accumulator is narrower.
-        descriptors: load tiles through tensor descriptors if the operands' layouts allow it.
+        partial: whether to add each step's MMA result to the accumulator in float32, because the tensor core's fp8 accumulator is
+            narrower.
+        descriptors: whether to load tiles through tensor descriptors if the operands' layouts allow it.
         group: number of rows of tiles within which the tile order goes column by column, see `tile_of`.
     """
 

@@ -53,7 +53,7 @@ def bench_kernel(
         spec: the kernel's declaration, from the registry; or a baseline.
         cases: the cases to run; the operator's if not given.
         device: the device; `default_device` if not given.
-        large: include the operator's cases that are sized for a GPU. Has no effect if ``cases`` is given.
+        large: whether to include the operator's cases that are sized for a GPU. Has no effect if ``cases`` is given.
         options: fields of the `Method`, by name.
     """
     if cases is None:
