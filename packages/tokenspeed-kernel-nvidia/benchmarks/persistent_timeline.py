@@ -49,7 +49,10 @@ DRAIN = 1.5  # assumed: last slab, partial sums, epilogue, and the counter of w2
 GATE = 1.3  # assumed: fence, counter of the outputs, poll, barrier
 ATTENDED = 0.8  # assumed: bulk copy of the attention's output from L2
 PROJECT = 0.7  # assumed: 24 stages, eight for each warpgroup, of about 150 cycles
-EXCHANGE = {"words": 0.8, "counter": 1.3}  # assumed: a store to L2 and polling; "counter": also a fence, an atomic and a barrier
+# An exchange of results between all CTAs, by kind of signal (see `config.Exchange`). Assumed for "words" (each word carries the
+# layer's tag): a store to L2, and polling of the words. Assumed for "counter" (CTAs count up in global memory): in addition a
+# fence, an atomic and a barrier.
+EXCHANGE = {"words": 0.8, "counter": 1.3}
 NORM = 0.4  # assumed: two barriers and two warp reductions
 TOP_K = 0.5  # assumed: four warp maxima, lists of pairs, two barriers
 FIRST_BYTES = 1.0  # assumed: latency of memory under load, and the first slab's MMAs

@@ -358,7 +358,7 @@ class Operator(Declaration, Generic[P, R]):
     # -- checking --------------------------------------------------------------------------------------------------------------
 
     def check_call(self, arguments: dict[str, Any], *, values: bool = True) -> Checker:
-        """Raises TypeError or ValueError for an invalid call. ``values``: also check values in host memory.
+        """Raises TypeError or ValueError for an invalid call. ``values``: whether to also check values in host memory.
 
         Returns:
             The checker, which holds the call's sizes and the ranges of its bounds.

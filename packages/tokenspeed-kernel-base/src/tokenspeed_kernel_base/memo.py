@@ -43,8 +43,8 @@ def remember(memo: dict[Any, Any], key: Hashable, value: object, decided_in: int
     """Memoises a decision. Does nothing if something that the decision depends on has changed since the epoch ``decided_in``, or
     while an exceptional state is in force.
 
-    ``exceptions_in_key``: the key contains everything that an exceptional state may change, so such a state does not prevent
-    memoising.
+    ``exceptions_in_key``: whether the key contains everything that an exceptional state may change. If so, such a state
+    does not prevent memoising.
     """
     with _lock:
         if decided_in != _epoch or (_exceptions and not exceptions_in_key):

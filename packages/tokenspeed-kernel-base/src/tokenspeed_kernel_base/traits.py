@@ -180,7 +180,7 @@ def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any],
     """Returns why a kernel with these constraints does not support the requested traits, one phrase per trait; empty if it supports
     them.
 
-    ``universal``: the kernel supports flags that it does not constrain.
+    ``universal``: whether the kernel supports flags that it does not constrain.
     """
     gaps = []
     for name, value in requested.items():

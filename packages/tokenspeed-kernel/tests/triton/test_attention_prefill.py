@@ -120,7 +120,7 @@ def test_fp8_formats(cache: torch.dtype, dtype: torch.dtype, window_left: int) -
 @pytest.mark.parametrize(("dtype", "head_dim"), [(E4M3, 64), (E4M3, 128), (E5M2, 80)], ids=str)
 @pytest.mark.parametrize("window_left", [-1, 70])
 def test_fp8_prefill(dtype: torch.dtype, head_dim: int, window_left: int) -> None:
-    """Each KV head has a scale. q, k and v are side by side, as a fused QKV projection writes them."""
+    """First call: each KV head has a scale. Second call: q, k and v are side by side, as a fused QKV projection writes them."""
     options: dict[str, Any] = {"scales": ("q_scale", "k_scale", "v_scale"), "scale_per_head": True, "window_left": window_left}
     _agrees(tk.mha_prefill, _draw(ragged([40, 0, 70], 4, 2, head_dim, dtype=dtype, **options)))
     arguments = _draw(ragged([33], 4, 2, head_dim, dtype=dtype, window_left=window_left, return_lse=True))

@@ -206,9 +206,9 @@ def emulated_gfx950(
     same kernels as on an MI355X.
 
     Args:
-        sanitize: check for races, missing waits, uninitialised data and more (`gfx950_emulator.sanitizer`). Accesses beyond the
-            tensors that a kernel received are errors regardless of this setting.
-        counters: count instructions, bytes, bank conflicts and cache lines, for `LaunchReport.counters`.
+        sanitize: whether to check for races, missing waits, uninitialised data and more (`gfx950_emulator.sanitizer`). Accesses
+            beyond the tensors that a kernel received are errors regardless of this setting.
+        counters: whether to count instructions, bytes, bank conflicts and cache lines, for `LaunchReport.counters`.
         jobs: number of processes among which workgroups are divided. Global atomics, counters or a tracer force one process.
         edit: ``edit(kernel_name, text)`` returns the assembly text to execute instead.
         batch_lanes: the largest number of lanes that are executed together; affects only speed.

@@ -281,8 +281,11 @@ class RegisterShadow:
         return result
 
     def _of_move(self, group: Group, bound: Bound, data: Iterable[int]) -> dict[int, np.ndarray]:
-        """Handles a move of bits: runs the move on a copy of the registers that has ones in place of uninitialised bits. A
-        destination lane is uninitialised if it then has a one."""
+        """Handles a move of bits. Runs the move on a copy of the registers in which the source data are replaced: all ones where a
+        lane is uninitialised, 0 where it is initialised. A destination lane is uninitialised if its result in the copy is not 0.
+
+        A scalar source becomes all ones for a wave if any lane of the wave is uninitialised. EXEC is not replaced.
+        """
         ghost = Group(group.registers.copy(), group.slot, group.wave, group.machine)
         ghost.s = list(group.s)
         ghost.set_exec(group.mask)

@@ -79,8 +79,8 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
     """Loads all installed plugins that are not disabled. The core's own kernels are registered first, if they are not yet.
 
     Args:
-        force: discover again. Loaded plugins are unchanged, and failed ones are retried. After `KernelRegistry.reset` the kernels
-            of the core and of all plugins are registered again.
+        force: whether to discover again. If so, loaded plugins are unchanged, and failed ones are retried. After
+            `KernelRegistry.reset` the kernels of the core and of all plugins are registered again.
 
     Returns:
         The loaded plugins.

@@ -91,7 +91,8 @@ def self_check(
     Args:
         subject: a receipt, or a model as the argument of `receipt`; None for the selections that this process has made so far.
         seconds: time in seconds after which no further case starts.
-        disable: make selection reject wrong kernels in this process. The kernels that are selected instead are checked, too.
+        disable: whether to make selection reject wrong kernels in this process. The kernels that are selected instead are checked,
+            too.
         device: the device to run on; by default the device on which this process runs kernels.
 
     Raises:

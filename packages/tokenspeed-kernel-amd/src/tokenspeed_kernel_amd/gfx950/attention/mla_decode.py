@@ -9,8 +9,8 @@ is read for the QK and for the PV MFMAs. A workgroup has 4 waves and a CU of its
 * PV: each wave computes a quarter of the columns for all 64 keys.
 * LDS: two stages of 64 keys. A stage has 64 KB of latents, 2 KB of padding, and 8 KB of rotary parts: 148 of the 160 KB in all. The
   padding keeps row reads and transposing reads free of bank conflicts.
-* In flight: the loads of up to two blocks, 144 KB per CU. The columns of a buffer that are not values are refilled after the QK
-  MFMAs, the values after the PV MFMAs.
+* In flight: the loads of up to two blocks, 144 KB per CU. The columns of a buffer that only QK reads, such as rotary parts, are
+  refilled after the QK MFMAs. The columns that PV reads too are refilled after the PV MFMAs.
 
 fp8 caches: blocks of 128 keys. QK and PV are fp8 MFMAs, 16x16x128; only rotary parts take 16x16x32. A bf16 row of q becomes the sum
 of two fp8 planes, which has the 8 significant bits of bf16. Probabilities are rounded to fp8, scaled by 2^8 so that fewer

@@ -325,7 +325,8 @@ def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, beg
     row sums reduced across lanes (see `summed`)."""
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
-    copied: gl.constexpr = 1 + shape.halves  # groups of copies per block
+    # Groups of copies per block: rotary parts, values and, if two workgroups share a tile, the other workgroup's values.
+    copied: gl.constexpr = 1 + shape.halves
     span: gl.constexpr = page_span(cache.page_size, block_n)
     list_pages(cache, begin, cache.page_vectors)  # before q: loads return in order, and the copies of keys wait for the pages
     q = load_tile(operands, shape, tile, half)

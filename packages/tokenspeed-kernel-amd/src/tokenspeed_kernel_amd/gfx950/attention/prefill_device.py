@@ -118,7 +118,7 @@ def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.c
             level -= 1
             members = gl.sum((tiles > level).to(gl.int32), 0)
         sequence = rank // heads
-        if members < batch:  # some sequence is too short for this level
+        if members < batch:  # some sequence has too few tiles for this level
             location = gl.associative_scan((tiles > level).to(gl.int32), 0, add)
             sequence = gl.sum((location <= sequence).to(gl.int32), 0)
         start = gl.sum(gl.where(index == sequence, begins, 0), 0)

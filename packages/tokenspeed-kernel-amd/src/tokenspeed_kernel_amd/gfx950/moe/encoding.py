@@ -15,9 +15,9 @@ tokens.
 
     codes   uint8   [planes, rows, k]               k padded with zeros to a multiple of 512; e2m1 packed: [planes, rows, k / 2]
     scale   float32 [rows], float32 [1], or
-            uint8   [planes, rows, k / 512, 4, 4]   e8m0: of 16 consecutive blocks, ``[i, j]`` is of block ``4 j + i``. Unless the
-                                                    encoding is exact, a byte for each row follows: the result of the test
-                                                    ``held_at_least``
+            uint8   [planes, rows, k / 512, 4, 4]   e8m0: of 16 consecutive blocks, ``[i, j]`` is of block ``4 j + i``. If the
+                                                    encoding has several planes and is not exact, a byte for each row follows: the
+                                                    result of the test `held_at_least`
 """
 
 from __future__ import annotations

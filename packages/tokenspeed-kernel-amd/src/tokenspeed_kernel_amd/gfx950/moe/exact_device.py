@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""Exact dot products, in several passes, for rows of activations of which one pass does not represent enough elements exactly. A
-*step* is 128 elements of k, a *quad* four steps.
+"""Exact dot products for some rows of activations, in several passes. These are the rows in which one pass represents too few
+elements exactly. A *step* is 128 elements of k, a *quad* four steps.
 
 The planes are the e4m3 values whose sum represents an element (see `encoding`). A row takes several passes if, in one of its
 blocks, one pass does not represent more than a quarter of the nonzero elements exactly. With ``encoding.exact``, one such element

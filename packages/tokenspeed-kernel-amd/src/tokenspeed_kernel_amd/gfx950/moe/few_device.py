@@ -327,7 +327,8 @@ def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swi
     own = own.to(gl.int32)
     earlier = gl.sum(gl.where(lane_pair < pair, own, 0), axis=0)
     if earlier % shape.rows == 0:
-        place = gl.where(own != 0, gl.associative_scan(own, 0, add) - earlier, 0)  # 1 for the workgroup's own pair
+        # Positions of the expert's pairs, counted from 1 at the workgroup's own pair.
+        place = gl.where(own != 0, gl.associative_scan(own, 0, add) - earlier, 0)
         multiply_pairs(operands, place, lane_pair, expert, block * gl.num_warps(), strips, k, swiglu, shape)
 
 

@@ -205,7 +205,9 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
         second = gl.zeros([16 * warps, COLUMNS], gl.float32, acc_layout)
         store_codes(even_shared, even_codes, encoding)
         even_codes = load_codes(columns, 2, encoding)
-        gl.barrier()  # otherwise each iteration would have two barriers, one for the first iteration and one for all others
+        # Without this barrier, every iteration would have two barriers: one that only the first iteration needs, and one for all
+        # other iterations.
+        gl.barrier()
         for quad in range(0, quads, 2):
             store_codes(odd_shared, odd_codes, encoding)
             odd_codes = load_codes(columns, quad + 3, encoding)

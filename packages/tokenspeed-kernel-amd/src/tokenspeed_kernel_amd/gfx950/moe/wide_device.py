@@ -337,7 +337,9 @@ def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.
         seconds = no_sums(parts, warps)
         quad = quads * 0
         blocks = gl.minimum((strips - strip + warps - 1) // warps, shape.blocks)
-        gl.barrier()  # see `grouped_kernel`
+        # Without this barrier, every iteration would have two barriers: one that only the first iteration needs, and one for all
+        # other iterations.
+        gl.barrier()
         for _ in range(blocks * quads):
             ends = quad + 1 == quads
             next_quad = gl.where(ends, 0, quad + 1)

@@ -37,7 +37,7 @@ def ragged(
 
     Args:
         padding: number of rows of q past the last sequence, which belong to no sequence.
-        hint: also pass the lengths on the host, ``cu_seqlens_cpu``.
+        hint: whether to also pass the lengths on the host, ``cu_seqlens_cpu``.
         kv_lengths: the lengths of keys and values, if they differ from those of the queries.
         scales: names of the scales to draw, such as ``"q_scale"``. With ``scale_per_head`` there is one scale for each KV head.
     """
@@ -160,12 +160,12 @@ def paged(
         kv_lora_rank: if given, the cache holds latents of this width, each followed by its rotary part; ``head_dim`` is the total
             width of both.
         scales: names of the scales to draw, such as ``"q_scale"``. With ``scale_per_head`` there is one scale for each KV head.
-        stale: fill the cache slots that hold no token with NaN.
-        freed: page table entries are -1 where the window hides a whole page. These pages and the page before the cache in memory
-            hold NaN.
-        running_sums: also pass ``cu_seqlens_kv`` if q_lens is given.
-        trees: the new tokens of every other sequence form a draft tree, if the sequence has at most 64 of them.
-        grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
+        stale: whether to fill the cache slots that hold no token with NaN.
+        freed: whether page table entries are -1 where the window hides a whole page. If so, these pages, and the page before the
+            cache in memory, hold NaN.
+        running_sums: whether to also pass ``cu_seqlens_kv`` if q_lens is given.
+        trees: whether the new tokens of every other sequence form a draft tree, if the sequence has at most 64 of them.
+        grouped: whether each 128 elements of a latent share a scale, and the rotary parts lie in a separate cache.
         padding: number of rows of q past the last sequence, which belong to no sequence.
         width: page table entries per sequence; by default one more than the longest sequence needs.
     """

@@ -78,7 +78,7 @@ def mha_decode_with_kvcache(
             window 128" is ``window_left=127``.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         sinks: any float dtype ``[heads]``, one extra logit for each query head, which enters the softmax's denominator only.
-        return_lse: also return the log-sum-exp.
+        return_lse: whether to also return the log-sum-exp.
         softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
         q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
             its query heads.

@@ -81,12 +81,12 @@ def mha_extend_with_kvcache(
         cache_seqlens: int32 ``[batch]``, number of tokens of each sequence in the cache, including the new tokens.
         max_seqlen_q: an upper bound of the number of queries of a sequence.
         max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
-        is_causal: hide keys later than the query. No sequence may then have more queries than cached tokens.
+        is_causal: whether to hide keys later than the query. No sequence may then have more queries than cached tokens.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
             window 128" is ``window_left=127``.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         sinks: any float dtype ``[heads]``, one extra logit for each query head, which enters the softmax's denominator only.
-        return_lse: also return the log-sum-exp.
+        return_lse: whether to also return the log-sum-exp.
         softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
         q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
             its query heads.

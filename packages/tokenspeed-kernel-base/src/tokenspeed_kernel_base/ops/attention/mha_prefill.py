@@ -79,7 +79,7 @@ def mha_prefill(
             (Gemma Team, 2024, arXiv:2408.00118). 0 is off.
         sinks: any float dtype ``[heads]``. One extra logit for each query head, on the scale of the scores after softmax_scale
             and logit_cap. It enters the softmax's denominator only, and has no value vector.
-        return_lse: also return the log-sum-exp.
+        return_lse: whether to also return the log-sum-exp.
         softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
         q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
             its query heads.

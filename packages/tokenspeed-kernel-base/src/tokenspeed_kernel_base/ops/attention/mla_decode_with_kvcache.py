@@ -84,7 +84,7 @@ def mla_decode_with_kvcache(
         max_seqlen_q: the exact number of new tokens of each sequence; above 1 for speculative decoding.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
-        return_lse: also return the log-sum-exp.
+        return_lse: whether to also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
         kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only. Not
             allowed with kv_scale_cache.

@@ -85,11 +85,11 @@ def mla_extend_with_kvcache(
         softmax_scale: multiplies the dot products of q and the cached keys. Usually ``1 / sqrt(head_dim)``, with the head_dim
             before absorption, times the factor of RoPE scaling. There is no default, because this head_dim does not follow from the
             shapes.
-        is_causal: hide keys later than the query; no sequence may then have more queries than tokens in the cache. False: every
-            query sees all keys, for example those of a prefix that does not contain the queries.
+        is_causal: whether to hide keys later than the query; no sequence may then have more queries than tokens in the cache.
+            False: every query sees all keys, for example those of a prefix that does not contain the queries.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
-        return_lse: also return the log-sum-exp.
+        return_lse: whether to also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
         kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only.
         out: receives the output; must not overlap q or the cache.

@@ -79,12 +79,12 @@ def mla_prefill(
         cu_seqlens_cpu: the same values on the host. A hint, never required.
         max_seqlen: an upper bound of the longest sequence, in tokens. None: the number of tokens is the only known bound.
         logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
-        return_lse: also return the log-sum-exp.
+        return_lse: whether to also return the log-sum-exp.
         softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
         cu_seqlens_kv: int32 ``[batch + 1]``, where each sequence's keys begin in k and v, and where the last sequence ends; None:
             the same as cu_seqlens.
-        is_causal: hide keys later than the query. False: every query sees all keys, for example those of a prefix that does not
-            contain the queries.
+        is_causal: whether to hide keys later than the query. False: every query sees all keys, for example those of a prefix that
+            does not contain the queries.
         window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
         q_scale: float32 ``[]``, ``[1]`` or ``[heads]``, multiplies q, for fp8 q only.
         k_scale: the scale of k, like q_scale, for fp8 k only.

@@ -69,7 +69,7 @@ def mla_sparse_with_kvcache(
             shapes.
         topk_length: int32 ``[tokens]``, 0 to top_k: the number of leading indices of each token that are used. Further indices may
             hold anything. None means top_k for every token. With topk_length, tokens with few keys run faster.
-        return_lse: also return the log-sum-exp.
+        return_lse: whether to also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
         kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only. Not
             allowed with kv_scale_cache.
@@ -209,10 +209,10 @@ def _inputs(
 
     Args:
         q_lens: number of queries of each sequence; by default one.
-        lengths: also pass ``topk_length``, and put invalid slots past the used indices.
-        holes: every third index is -1.
-        stale: fill the cache slots that hold no token with NaN.
-        grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
+        lengths: whether to also pass ``topk_length``, and put invalid slots past the used indices.
+        holes: whether every third index is -1.
+        stale: whether to fill the cache slots that hold no token with NaN.
+        grouped: whether each 128 elements of a latent share a scale, and the rotary parts lie in a separate cache.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

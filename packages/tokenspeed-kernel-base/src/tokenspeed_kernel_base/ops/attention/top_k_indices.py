@@ -102,8 +102,8 @@ def _inputs(
     Args:
         keys: number of keys in a row; by default the largest of ``lengths``.
         steps: if positive, scores are multiples of ``steps``, so that many are equal.
-        hidden: every fourth score is -inf.
-        stated: pass ``lengths`` to the operator. Scores past a row's length are -inf in either case.
+        hidden: whether every fourth score is -inf.
+        stated: whether to pass ``lengths`` to the operator. Scores past a row's length are -inf in either case.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

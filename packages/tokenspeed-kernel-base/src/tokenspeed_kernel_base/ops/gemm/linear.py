@@ -163,8 +163,9 @@ def _(
 @linear.prepare
 def _(preparation: Preparation, weights: Any, plan: LinearPlan) -> LinearWeights:
     """Prepares weights for the plan's kernel. The kernel's preprocessor returns an object with the attributes of `LinearWeights`.
-    An object derived from `Resource` may hold further tensors. If the returned object lacks the input scale, this hook adds the
-    scale.
+    These attributes are copied to a new `LinearWeights`, so any further attributes are lost. To keep further tensors, the
+    preprocessor returns an object of a class derived from both `LinearWeights` and `Resource`. Such an object is not copied. If the
+    preprocessor omits the input scale, this hook adds it.
     """
     check_plan(preparation.check, plan, "plan.")
     return preparation.arranged(weights, plan, LinearWeights, check_canonical)
@@ -205,7 +206,7 @@ def _inputs(
     """Draws the arguments of one layer.
 
     Args:
-        wide_bias: use a float32 bias.
+        wide_bias: whether to use a float32 bias.
         options: further fields of the plan.
     """
 

@@ -35,10 +35,10 @@ def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, sou
     Args:
         cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
             floats and uint8; bits are copied. Written to. May be strided.
-        source_pages: int32 or int64 ``[count]``, page indices of source, below its number of pages.
-        target_pages: int32 or int64 ``[count]``, page indices of cache, below its number of pages. Targets of pairs that are
-            copied must be distinct. Without ``source`` no target may be a source page: the content of a page that one call reads
-            and writes is undefined afterwards.
+        source_pages: int32 or int64 ``[count]``, page indices of source, each less than its number of pages.
+        target_pages: int32 or int64 ``[count]``, page indices of cache, each less than its number of pages. Targets of pairs that
+            are copied must be distinct. Without ``source`` no target may be a source page: the content of a page that one call
+            reads and writes is undefined afterwards.
         source: cache's dtype and page shape, ``[source_pages_in_all, ...]``; must not overlap cache. None: the cache itself.
 
     Raises:

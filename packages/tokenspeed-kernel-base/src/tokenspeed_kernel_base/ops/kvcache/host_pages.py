@@ -80,7 +80,7 @@ class HostPages:
 
         Args:
             pages: page indices of the caches; an index may occur several times.
-            host_pages: distinct page indices in host memory, below the object's ``pages``.
+            host_pages: distinct page indices in host memory, each less than ``pages`` of this object.
 
         Raises:
             ValueError: an argument is not as stated above. Raised before anything is launched.
@@ -103,8 +103,8 @@ class HostPages:
         """Copies page ``host_pages[i]`` of host memory to page ``pages[i]`` of every cache.
 
         Args:
-            host_pages: page indices in host memory that were stored before, below the object's ``pages``; an index may occur
-                several times.
+            host_pages: page indices in host memory that were stored before, each less than ``pages`` of this object; an index may
+                occur several times.
             pages: distinct page indices of the caches.
 
         Raises:

@@ -37,7 +37,7 @@ def check_page_numbers(check: Checker, name: str, numbers: Tensor) -> None:
 def check_numbers(check: Checker, name: str, numbers: Tensor | None, cache: Tensor, distinct: bool) -> None:
     """Checks page indices in host memory.
 
-    Each index must be negative or below the cache's number of pages. With ``distinct``, no index may occur twice."""
+    Each index must be negative or less than the cache's number of pages. With ``distinct``, no index may occur twice."""
     if numbers is None or not numbers.numel():
         return
     largest = int(numbers.max())

@@ -49,8 +49,9 @@ def store_index_k_cache(
         k_cache: float8_e4m3fn ``[pages, page_size, head_dim]``. Written to. May be strided, for example a view of pages in which
             the scales follow the keys. Must not overlap k.
         k_scale_cache: float32 ``[pages, page_size]``. Written to. May be strided.
-        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct: if two
-            tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host memory.
+        slot_mapping: int32 or int64 ``[tokens]``, each less than ``pages * page_size``. Slots that are not negative must be
+            distinct: if two tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host
+            memory.
         scale_format: ``"float32"``, or ``"e8m0"`` for power-of-two scales, as in DeepSeek-V3.2. Scales of both formats are stored
             as float32.
 

@@ -59,8 +59,9 @@ def store_kv_cache(
             May be strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
             Must not overlap k or v.
         v_cache: the value cache, k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``; otherwise as k_cache.
-        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct: if two
-            tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host memory.
+        slot_mapping: int32 or int64 ``[tokens]``, each less than ``pages * page_size``. Slots that are not negative must be
+            distinct: if two tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host
+            memory.
         k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Allowed only if k is converted to an 8-bit
             float.
         v_scale: the scale of v, like k_scale.

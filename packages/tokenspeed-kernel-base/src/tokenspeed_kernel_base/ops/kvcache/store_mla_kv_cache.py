@@ -72,8 +72,9 @@ def store_mla_kv_cache(
         kv_cache: ``[pages, page_size, kv_lora_rank + rope_dim]`` of latent's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz);
             with kv_scale_cache float8_e4m3fn ``[pages, page_size, kv_lora_rank]``. Written to. May be strided. Must not overlap
             latent or k_rope.
-        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct: if two
-            tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host memory.
+        slot_mapping: int32 or int64 ``[tokens]``, each less than ``pages * page_size``. Slots that are not negative must be
+            distinct: if two tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host
+            memory.
         kv_scale: float32 ``[]`` or ``[1]``, finite, > 0; None is 1. Used only if values are converted to an 8-bit float, and not
             with kv_scale_cache.
         kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``. Written to. May be strided. Requires rope_cache.

@@ -34,7 +34,7 @@ def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
     Args:
         cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
             floats and uint8. Written to. May be strided.
-        pages: int32 or int64 ``[count]``, below the number of pages; negative indices are skipped.
+        pages: int32 or int64 ``[count]``, each less than the number of pages; negative indices are skipped.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of pages are checked

@@ -154,9 +154,9 @@ def draw_operands(
     Args:
         leading: the axes before heads.
         gate: ``"head"`` or ``"channel"``.
-        raw_gates: draw A_log, dt_bias and raw gates, as in models; otherwise g holds log decays and beta final values.
-        fused: q, k and v are slices of one tensor, as after a fused projection.
-        unit: normalise keys to unit length; with longer keys, states grow.
+        raw_gates: whether to draw A_log, dt_bias and raw gates, as in models; otherwise g holds log decays and beta final values.
+        fused: whether q, k and v are slices of one tensor, as after a fused projection.
+        unit: whether to normalise keys to unit length; with longer keys, states grow.
     """
     sizes = [heads * k_dim, heads * k_dim, v_heads * v_dim]
     mixed = draw.normal(*leading, sum(sizes), dtype=dtype)

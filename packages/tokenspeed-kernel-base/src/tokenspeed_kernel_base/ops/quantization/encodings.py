@@ -118,7 +118,8 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float
 def encode_mxfp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, round_up: bool = False) -> tuple[Tensor, Tensor]:
     """Quantises a float ``[..., k]`` to ``dtype`` (e4m3fn or e5m2) ``[..., k]`` and e8m0 scales, uint8 ``[..., k/32]``.
 
-    ``round_up``: use the smallest scales at which nothing saturates, instead of the scales that the OCP specification defines."""
+    ``round_up``: whether to use the smallest scales at which nothing saturates, instead of the scales that the OCP specification
+    defines."""
     scaled, scale = _share_exponents(x, _EMAX_FP8[dtype], torch.finfo(dtype).max if round_up else None)
     return encode_fp8(scaled, dtype), scale
 

@@ -49,7 +49,7 @@ def token_logprobs(
         top_k: how many of the most probable tokens to return, 0 to vocab.
         temperature: float32 ``[rows]``; None means 1 for all rows. A temperature that is 0, negative or not finite counts as 1.
         first_token: the token of the first column, at least 0. All tokens must be below 2^31.
-        normalize: whether lse is subtracted; see above.
+        normalize: whether lse is subtracted from the logits. Pass False for a shard of a vocabulary.
         token_out: receives the log-probabilities of the given tokens.
         top_out: receives the log-probabilities of the most probable tokens.
         top_tokens_out: receives the most probable tokens.

@@ -57,12 +57,13 @@ def causal_conv1d_decode(
         x: float16, bfloat16, float32 or float64 ``[batch, tokens, channels]``, at least one token. May be strided.
         weight: any of these dtypes ``[channels, width]``, width 2, 3 or 4; the last column multiplies the token itself.
         states: x's dtype or float32 ``[slots, width - 1, channels]``, the oldest inputs first. Written to. May be strided.
-        state_slots: int32 ``[batch]``, below slots: the slot from which each request's state is read. A negative slot reads zeros.
+        state_slots: int32 ``[batch]``, each less than ``slots``, the length of states: the slot from which each request's state is
+            read. If output_slots is None, the new state is written to the same slot. A negative slot reads zeros.
         bias: float16, bfloat16, float32 or float64 ``[channels]``.
         activation: ``"silu"`` or None.
-        output_slots: int32 ``[batch, tokens]``, below slots: where the state after each token is written; a negative slot is not
-            written. None: the state after the last token is written to state_slots. Written slots must be distinct, and no other
-            request may read them.
+        output_slots: int32 ``[batch, tokens]``, each less than ``slots``: the slot to which the state after each token is written.
+            A state whose slot is negative is not written. None: only the state after the last token is written, to the request's
+            slot in state_slots. Written slots must be distinct, and no other request may read them.
         out: receives the result; may be x.
 
     Returns:

@@ -64,8 +64,9 @@ def causal_conv1d_prefill(
             to tokens.
         states: x's dtype or float32 ``[slots, width - 1, channels]``, the last inputs of a request, the oldest first. Written to.
             May be strided.
-        state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative: the sequence
-            has no state. Slots that are not negative must be distinct.
+        state_slots: int32 ``[batch]``, each less than ``slots``, the length of states: the slot to which each sequence's final
+            state is written. If has_initial_state is True for a sequence, its initial state is read from the same slot. A sequence
+            with a negative slot starts from zeros, and its state is not written. Slots that are not negative must be distinct.
         bias: float16, bfloat16, float32 or float64 ``[channels]``.
         has_initial_state: bool ``[batch]``, True for sequences that start from the state in their slot; None means that no sequence
             does.

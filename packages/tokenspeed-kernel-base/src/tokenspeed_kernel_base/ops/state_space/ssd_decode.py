@@ -81,16 +81,17 @@ def ssd_decode(
         B: x's dtype ``[batch, tokens, groups, state_dim]``; groups divides heads.
         C: like B.
         states: x's dtype or float32 ``[slots, heads, head_dim, state_dim]``. Written to. May be strided.
-        state_slots: int32 ``[batch]``, below slots: the slot from which each request's state is read. A negative slot reads zeros.
+        state_slots: int32 ``[batch]``, each less than ``slots``, the length of states: the slot from which each request's state is
+            read. If output_slots is None, the new state is written to the same slot. A negative slot reads zeros.
         D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
         z: the gate, with dtype and shape like x. None if the gate is applied by the norm after the layer.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.
         dt_softplus: whether step sizes are ``log(1 + exp(dt + dt_bias))``.
         dt_min: lower bound of the step sizes, >= 0.
         dt_max: upper bound of the step sizes, at least dt_min.
-        output_slots: int32 ``[batch, tokens]``, below slots: where the state after each token is written; a negative slot is not
-            written. None: the state after the last token is written to state_slots. Written slots must be distinct, and no other
-            request may read them.
+        output_slots: int32 ``[batch, tokens]``, each less than ``slots``: the slot to which the state after each token is written.
+            A state whose slot is negative is not written. None: only the state after the last token is written, to the request's
+            slot in state_slots. Written slots must be distinct, and no other request may read them.
         out: receives the result. It must not overlap x or z.
 
     Returns:

@@ -89,8 +89,9 @@ def ssd_prefill(
         cu_seqlens: int32 ``[batch + 1]``, the offsets at which sequences begin, then the number of tokens. Non-decreasing, from 0
             to tokens.
         states: x's dtype or float32 ``[slots, heads, head_dim, state_dim]``. Written to. May be strided.
-        state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative: the sequence
-            has no state. Slots that are not negative must be distinct.
+        state_slots: int32 ``[batch]``, each less than ``slots``, the length of states: the slot to which each sequence's final
+            state is written. If has_initial_state is True for a sequence, its initial state is read from the same slot. A sequence
+            with a negative slot starts from zeros, and its state is not written. Slots that are not negative must be distinct.
         D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
         z: the gate, with dtype and shape like x. None if the gate is applied by the norm after the layer.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.

@@ -32,16 +32,16 @@ class Choices(NamedTuple):
 
 _CHOICES = {
     "sm_90": Choices(
-        # 400 to 418 TFLOP/s; 312 with 16 sequences of 1024 tokens. The register limit allows four CTAs per SM: one computes
-        # exponentials while another runs MMAs. Without the limit three CTAs fit: 375 and 282. Tiles of 128 x 64: 379 and 282; 64 x
-        # 128: 411 and 271. Keys loaded by pointers: 379.
+        # 400 to 418 TFLOP/s; 312 TFLOP/s with 16 sequences of 1024 tokens. The register limit allows four CTAs per SM: one computes
+        # exponentials while another runs MMAs. Alternatives, in TFLOP/s, for the same two cases. Without the limit, three CTAs fit:
+        # 375 and 282. Tiles of 128 x 64: 379 and 282. Tiles of 64 x 128: 411 and 271. Keys loaded by pointers, first case: 379.
         narrow=Tiles(64, 64, 4, 2, "apart", descriptors=True, edge_stages=2, registers=128, edges_first=True),
-        # 500 to 514. With edges_first: 390, because the compiler serialises the WGMMAs. Tiles of 128 x 128 and 8 warps: 475. Keys
-        # loaded by pointers: at most 448.
+        # 500 to 514 TFLOP/s. With edges_first: 390 TFLOP/s, because the compiler serialises the WGMMAs. Tiles of 128 x 128 and 8
+        # warps: 475 TFLOP/s. Keys loaded by pointers: at most 448 TFLOP/s.
         wide=Tiles(64, 64, 4, 3, "apart", descriptors=True, edge_stages=2),
-        # 497 with 256 columns. Tiles of 64 x 64: 358; 128 x 32: 411.
+        # 497 TFLOP/s with 256 columns. Tiles of 64 x 64: 358 TFLOP/s; of 128 x 32: 411 TFLOP/s.
         widest=Tiles(128, 64, 8, 2, "apart", descriptors=True, edge_stages=2),
-        # 348, with keys and values converted from fp8 in registers. Tiles of 64 x 64: 290.
+        # 348 TFLOP/s, with keys and values converted from fp8 in registers. Tiles of 64 x 64: 290 TFLOP/s.
         wide_fp8=Tiles(128, 128, 8, 2),
     ),
     # Other architectures were not measured. Their tiles compile without register spills.

@@ -29,11 +29,12 @@ class Tiles(NamedTuple):
         num_warps, num_stages: warps of a program, and pipeline stages of the loop over keys.
         edges: the treatment of edge blocks, which need a mask. "branch": one loop over all blocks, in which a branch masks edge
             blocks; "apart": separate loops for blocks that need no mask and for edge blocks.
-        descriptors: load keys and values through tensor descriptors (TMA) where their layout allows it; requires edges "apart".
+        descriptors: whether to load keys and values through tensor descriptors (TMA) where their layout allows it; requires edges
+            "apart".
         edge_stages: pipeline stages of the loops over edge blocks.
         registers: register limit per thread, which allows more CTAs per SM; None for no limit.
-        edges_first: process the edge blocks at the end of the range before the unmasked blocks. The softmax allows any order, but
-            the compiled code differs.
+        edges_first: whether to process the edge blocks at the end of the range before the unmasked blocks. The softmax allows any
+            order, but the compiled code differs.
     """
 
     block_m: int

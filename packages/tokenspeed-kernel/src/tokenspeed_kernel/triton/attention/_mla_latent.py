@@ -98,10 +98,10 @@ class Program(NamedTuple):
 
 
 # Tiles by the maximum number of query rows of a sequence. On an H200, bfloat16, 64 sequences of 8192 keys:
-# 128 heads (two tiles of 64 rows): 350 us, 417 TFLOP/s. Alternatives: not apart 541 us; transposed 418 us; blocks of 32 keys at
-# least 592 us; tiles of 32 rows 635 us. Loads through tensor descriptors were no faster than loads by pointers. 16 heads: 150 us,
-# 4.0 TB/s. Alternatives: 8 warps and apart 155 us; not transposed at least 228 us with tiles of 16 rows, and 195 us with tiles of
-# 64 rows.
+# 128 heads (two tiles of 64 rows): 350 us, 417 TFLOP/s. Alternatives: without `apart` 541 us; with `transposed` 418 us; blocks of
+# 32 keys at least 592 us; tiles of 32 rows 635 us. Loads through tensor descriptors were no faster than loads by pointers.
+# 16 heads: 150 us, 4.0 TB/s. Alternatives: 8 warps and `apart` 155 us; without `transposed` at least 228 us with tiles of 16 rows,
+# and 195 us with tiles of 64 rows.
 _TILES = {
     "sm_90": {
         16: Tile(16, 64, 4, 2, transposed=True),
@@ -172,7 +172,7 @@ def attend_latent(
 
     A sequence has ``max_seqlen_q`` new tokens, or as many as ``cu_seqlens_q`` says.
 
-    ``sparse``: every token counts as a sequence. Its keys are the slots in its row of ``page_table``.
+    ``sparse``: whether every token counts as a sequence. Its keys are then the slots in its row of ``page_table``.
     """
     cache_seqlens, cu_seqlens_q = cache_seqlens.contiguous(), dense(cu_seqlens_q)
     tokens, heads, width = q.shape

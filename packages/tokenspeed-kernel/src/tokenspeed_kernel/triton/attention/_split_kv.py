@@ -25,7 +25,7 @@ device_code = DeviceModule(__name__ + "_device")
 _LENGTHS_AT_ONCE = 1024
 _MERGED_AT_ONCE = 2048  # elements of partial outputs: 16 per thread
 _FEW = 4  # programs per SM/CU that together take as long as a single program
-_MANY = 256  # the same for programs that mostly return at once
+_MANY = 256  # programs per SM/CU that together take as long as a single program, if most of them return at once
 
 
 class Walk(NamedTuple):

@@ -174,7 +174,7 @@ def merge_units_kernel(
         max_blocks = blocks_per_work_item(lengths, SizeLimits(least, wave, waves_work_items, long), WALK)
         work_items = work_items_of(blocks_of(eligible_length(lengths, sequence, WALK), window_left, WALK), max_blocks)
         first = work_items_before(sequence, max_blocks, lengths, WALK)
-    if MERGE.early:  # the attention kernel may still run up to here; all programs wait for its end before they return
+    if MERGE.early:  # PDL: the attention kernel may still run before this wait. All programs wait, also those that return at once
         tl.extra.cuda.gdc_wait()
     if parts is not None:
         first = tl.load(parts + sequence * 2)

@@ -61,10 +61,10 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     resident: int
-    waves: int = 3  # 64 x 8K: 261, or 262 with 5 or 6 waves; 64 x 1K: 39, or 41 with 6 waves
-    long: int = 2048  # 16 x 8K: 73, or 78 with 1024. 64 x 8K: 261, or 256 with 4096; fp8 cache: 147, or 169 with 4096
-    least: int = 128  # 1 x 1K: 6.6, or 7.7 with 256, 6.7 with 64
-    whole: int = 256  # 64 x 8K in a window of 128: 8.8, or 11.1 with split-KV and merge
+    waves: int = 3  # 64 x 8K: 261 us, or 262 us with 5 or 6 waves; 64 x 1K: 39 us, or 41 us with 6 waves
+    long: int = 2048  # 16 x 8K: 73 us, or 78 us with 1024. 64 x 8K: 261 us, or 256 with 4096; fp8 cache: 147 us, or 169 with 4096
+    least: int = 128  # 1 x 1K: 6.6 us, or 7.7 us with 256, 6.7 us with 64
+    whole: int = 256  # 64 x 8K in a window of 128: 8.8 us, or 11.1 us with split-KV and merge
 
 
 # Shared memory per SM/CU. The pipeline stages of keys and values take most of it.
@@ -85,7 +85,8 @@ _UNMEASURED = Measured()
 def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: torch.device, measured: Measured) -> Config:
     """Returns the configuration for ``key_bytes`` bytes per key and value, tiles of ``rows`` query rows, and MMAs in ``dtype``.
 
-    ``lean``: the kernel needs no registers for a window's mask, per-row masks, a page number per key, or even and odd operands.
+    ``lean``: whether the kernel needs no registers for a window's mask, per-row masks, a page number per key, or even and odd
+    operands.
     """
     room = for_architecture(_SHARED_BYTES, device)
     # 64 keys per block: 16 x 8K takes 72 us (32 keys: 76, 128 keys: 75); 64 x 1K takes 38 us (128 keys: 43). Three buffers (7
@@ -96,13 +97,14 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
     if rows > 32 or key_bytes > 512:
         num_warps = 4  # for the tile's registers; 64 rows take 297 us, or 341 us with two warps
     else:
-        # 64 x 1K: one warp 37, two 38, four 40. 64 x 8K with 4 new tokens: 273, 292, 300. Unless lean, one warp spills registers.
+        # Microseconds with one, two and four warps. 64 x 1K: 37, 38, 40. 64 x 8K with 4 new tokens: 273, 292, 300. Unless `lean`,
+        # one warp spills registers.
         num_warps = 1 if lean and key_bytes <= 256 else 2
     if dtype == torch.float32:  # no tensor cores: float32 dot products take more registers
         block_n, num_warps = 32, 8 if rows > 32 else 4
     if platform_of(device).is_amd:  # not measured on AMD, but compiles without register spills
         num_warps, num_stages = 4, 2
-    while block_n > 16 and block_n * key_bytes > 32_768:  # dimension 128, 128 x 2K: 64 keys 257, 32 keys 271
+    while block_n > 16 and block_n * key_bytes > 32_768:  # dimension 128, 128 x 2K: 64 keys 257 us, 32 keys 271 us
         block_n //= 2
     block_n, num_warps = measured.block_n or block_n, measured.num_warps or num_warps
     while num_stages > 3 and num_stages // 2 * block_n * key_bytes > room - 8 * _OTHER_BYTES:

@@ -1,8 +1,8 @@
 """GEMMs whose operands are dequantised in registers: the weight-only formats, the mx formats, and 8-bit floats that the tensor
 cores do not support. These GEMMs also handle dense operands with dtypes or options that backend ``torch`` lacks.
 
-The MMAs are swap-AB: b's lines are the first MMA operand. On Hopper that operand can stay in registers. So dequantised values need
-not be copied to shared memory. Few tokens are then padded to 16, not to 64.
+A *line* is a row of a, or a column of b. The MMAs are swap-AB: b's lines are the first MMA operand. On Hopper that operand can stay
+in registers. So dequantised values need not be copied to shared memory. Few tokens are then padded to 16, not to 64.
 
 Values of at most 8 bits times e8m0 scales are exact in bfloat16. mx weights exceed float16's range, so a float16 a is split into
 the sum of two bfloat16 (``SPLIT_A``), which is exact too. e2m1 values times e4m3 scales have at most 6 significant bits and lie
@@ -90,7 +90,7 @@ _TILES = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4,
 
 # The least number of programs per SM/CU with small tiles: one program dequantises while the loads of another are in flight.
 _PROGRAMS = 3
-# Tile rows in a group, see `tile_of`.
+# Rows of output tiles that are ordered column by column together, so that loads of b hit L2 (see `tile_of`).
 _GROUP = 8
 
 

@@ -58,8 +58,9 @@ class Config(NamedTuple):
         m, n, k: rows of a, columns of b and elements along k of a program's tile.
         warps, stages: a program's warps and pipeline stages.
         persistent: persistent programs per SM/CU; 0 for one program per tile.
-        partial: add each step's MMA result to the accumulator in float32, because the tensor core's fp8 accumulator is narrower.
-        descriptors: load tiles through tensor descriptors if the operands' layouts allow it.
+        partial: whether to add each step's MMA result to the accumulator in float32, because the tensor core's fp8 accumulator is
+            narrower.
+        descriptors: whether to load tiles through tensor descriptors if the operands' layouts allow it.
         group: number of rows of tiles within which the tile order goes column by column, see `tile_of`.
     """
 
@@ -96,7 +97,7 @@ class Configs(NamedTuple):
     best_k: int = 0
 
 
-# One H200, 8192 x 8192 x 8192, e4m3fn. All accumulation in the tensor core: 1484 TFLOP/s with 128 x 256 tiles (1258 without
+# One H200, 8192 x 8192 x 8192, e4m3fn. If the tensor core accumulates all of k: 1484 TFLOP/s with 128 x 256 tiles (1258 without
 # descriptors, 1446 without persistence), 1390 with two CTAs of 128 x 128 tiles per SM. The tensor core's accumulator
 # loses 1.4% of a sum of 8192 positive terms, and 5.5% of a sum of 28672. Beyond k = 2048, each step's partial sum is therefore
 # added in float32, as block scales require anyway. Block scales: 947 TFLOP/s (858 with three stages, 772 persistent, 886 with 64 x
@@ -114,7 +115,8 @@ _FP8_LARGE_MEMORY = Configs(
     best=Config(128, 256, 128, 8, 3, persistent=1, descriptors=True),
     best_k=2048,
 )
-# The same GEMM in bfloat16: 809 TFLOP/s; PyTorch 805; four stages 738, 128 x 128 tiles 697.
+# The same GEMM in bfloat16: 809 TFLOP/s, and 805 TFLOP/s with PyTorch. With four stages: 738 TFLOP/s; with 128 x 128 tiles: 697
+# TFLOP/s.
 _HALF_LARGE_MEMORY = Configs(
     few=Config(64, 64, 128, 4, 4),
     few_blocks=Config(64, 64, 128, 4, 4),

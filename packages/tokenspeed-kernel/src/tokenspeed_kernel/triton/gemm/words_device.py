@@ -95,7 +95,8 @@ def _beside(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _weights(words, scales, present, scale_present, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Loads and dequantises b for one step along k, as four tiles of weights; see `_decode`."""
+    """Loads and dequantises b for one step along k. Returns four tiles of weights. With ``PTX`` and e4m3 scales, these are 2^-8
+    times the weights, see `_decode`."""
     ROWS: tl.constexpr = TILE.n
     WORDS: tl.constexpr = TILE.k // 4
     STEP_BLOCKS: tl.constexpr = TILE.k // BLOCK
@@ -190,7 +191,7 @@ def words_mm_kernel(
     acc = acc0
     if not ARRANGED:
         acc += acc1
-    if PTX and BLOCK == 16:  # see `_decode`
+    if PTX and BLOCK == 16:  # `_decode` returns 2^-8 times the weights
         acc *= 256.0
     if alpha_ptr is not None:
         acc *= tl.load(alpha_ptr)

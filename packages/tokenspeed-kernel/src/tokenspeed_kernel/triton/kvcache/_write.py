@@ -1,6 +1,4 @@
-"""Host side of the device code that quantises keys and values and stores them to the paged cache, shared by all kernels that do
-so.
-"""
+"""Host code shared by all kernels that quantise keys and values and store them to the paged cache."""
 
 from __future__ import annotations
 

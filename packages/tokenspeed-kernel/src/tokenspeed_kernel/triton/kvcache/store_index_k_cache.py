@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# As in `store_mla_kv_cache`: 16 elements per thread.
+# 16 elements per thread, as in `store_mla_kv_cache`.
 _ELEMENTS, _WARPS = 1024, 2
 
 

@@ -1,7 +1,7 @@
 """Computes the matrices of `_chunks_device` for per-channel gates: one gate per token and channel.
 
 ``exp(G[i] - G[j])`` (see `_chunks_device`) then differs by channel. The decay cannot be split into ``exp(G[i])`` and
-``exp(-G[j])``, because the latter overflows. Instead, choose a boundary between token j and the later token i, and let R be the
+``exp(-G[j])``, because ``exp(-G[j])`` overflows. Instead, choose a boundary between token j and the later token i, and let R be the
 running sum at the boundary. ``exp(G[i] - R)`` and ``exp(R - G[j])`` are both at most 1. So pairs of tokens are grouped by a
 boundary between them: first pairs within a block of 16 tokens, then pairs of different blocks. Decays are powers of two here, and
 running sums are sums of log2 decays.

@@ -61,8 +61,9 @@ _FLOAT16_DRAINED = tl.constexpr(_WAIT + _FLOAT16)
 def decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr, DRAIN: tl.constexpr):
     """Dequantises a tile of words, of four e2m1 values each, to four tiles of weights.
 
-    ``scales``: an int32 column of exponent fields, one byte per tile. ``PTX``: for 16-bit dtypes, use inline PTX on two values at a
-    time. ``DRAIN``: first wait for outstanding WGMMAs, which may still read the registers of these tiles.
+    ``scales``: an int32 column of exponent fields, one byte per tile. ``PTX``: whether inline PTX dequantises two values at a
+    time; only for 16-bit dtypes. ``DRAIN``: whether to wait first for outstanding WGMMAs, which may still read the registers of
+    these tiles.
     """
     s0 = scales & 0xFF
     s1 = (scales >> 8) & 0xFF

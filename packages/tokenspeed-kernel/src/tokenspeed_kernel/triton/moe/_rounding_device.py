@@ -46,8 +46,8 @@ def round_rows_kernel(
 ):
     """Rounds rows of x to e4m3 or float16, with one scale per row.
 
-    q is contiguous: e4m3 if ``NATIVE``, else the e4m3 values in q's dtype. ``GIVEN``: all rows have the scale at ``given``.
-    ``COUNTED``: ``row_count`` holds the number of rows.
+    q is contiguous: e4m3 if ``NATIVE``, else the e4m3 values in q's dtype. ``GIVEN``: whether all rows
+    have the scale at ``given``. ``COUNTED``: whether ``row_count`` holds the number of rows; otherwise each program has a row.
 
     float16 rows have scales that are powers of two. Scaling makes a row's amax less than 2^15, so that no sum of two elements
     overflows.

@@ -118,21 +118,23 @@ _FEW_PAIRS = 8
 # alternatives. With two warps, `tl.dot` compiles to mma.sync. WGMMA, unlike mma.sync, needs waits. So mma.sync is faster while
 # weight loads bound the time. (16 tokens: 164 and 88 with 64 x 16 and four warps, 121 and 67 with 64 x 8 and two warps.)
 _FEW = {
-    # One token: 14 and 10; the second GEMM and the reduction of its partial sums take 17 (without split-K 18 and 18).
+    # One token: 14 and 10 us; the second GEMM and the reduction of its partial sums take 17 us (without split-K: 18 and 18 us).
     "sm_90": Regime(0, Tile(64, 8, 2, 4, split_k=5), Tile(64, 8, 2, 4, split_k=5)),
     "any": Regime(0, Tile(32, 16, 2, 2, split_k=4), Tile(32, 16, 2, 2, split_k=4)),
 }
 _REGIMES = {
     "sm_90": (
-        # 4 tokens: 41 and 22 (28 without split-K).
+        # 4 tokens: 41 and 22 us (28 us without split-K).
         Regime(0.3, Tile(64, 8, 2, 3, unroll=3), Tile(64, 8, 2, 4, split_k=2)),
-        # 16 tokens: 122 and 67 (unrolled 124 and 72); 64 tokens: 230 and 127.
+        # 16 tokens: 122 and 67 us (unrolled 124 and 72 us); 64 tokens: 230 and 127 us.
         Regime(3, Tile(64, 8, 2, 4), Tile(64, 8, 2, 4)),
-        # 256 tokens: 305 and 167 (four stages 325 and 173, one tile size 341 and 184, WGMMA with 128 x 16 341 and 183).
+        # 256 tokens: 305 and 167 us (four stages: 325 and 173 us; one tile size: 341 and 184 us; WGMMA with 128 x 16: 341 and 183
+        # us).
         Regime(20, Tile(64, 16, 2, 6, tail=8), Tile(64, 16, 2, 6, tail=8)),
-        # 1024 tokens: 532 and 268 (tiles of 64 x 32: 615 and 296); 2048 tokens: 781 and 411 (tiles of 64 x 128: 823 and 442).
+        # 1024 tokens: 532 and 268 us (tiles of 64 x 32: 615 and 296 us). 2048 tokens: 781 and 411 us (tiles of 64 x 128: 823 and
+        # 442 us).
         Regime(100, Tile(64, 64, 4, 4, tail=32, separate=False), Tile(64, 64, 4, 4, tail=32, separate=False)),
-        # 8192 tokens: 2234 and 1100 (tiles of 128 x 128 with eight warps 2305 and 1245, one tile size 2512 and 1173).
+        # 8192 tokens: 2234 and 1100 us (tiles of 128 x 128 with eight warps: 2305 and 1245 us; one tile size: 2512 and 1173 us).
         Regime(math.inf, Tile(64, 128, 4, 3, tail=64, separate=False), Tile(64, 128, 4, 4, tail=64, separate=False)),
     ),
     # Not measured: tiles that compile for every target without register spills.

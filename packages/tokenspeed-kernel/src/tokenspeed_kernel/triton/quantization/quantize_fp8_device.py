@@ -75,7 +75,8 @@ def fp8_of_groups(
 def _store_scale_of_region(scale_ptr, scale, region, regions_k, PACKED: tl.constexpr):
     """Stores the scale of a region of the matrix.
 
-    ``PACKED``: four one-byte scales share an int32, and the last region of a row of regions also stores the padding zeros.
+    ``PACKED``: whether four one-byte scales share an int32. If so, the last region of a row of regions also stores the zeros that
+    pad the row's scales to whole int32.
     """
     if PACKED:
         pitch = tl.cdiv(regions_k, 4) * 4

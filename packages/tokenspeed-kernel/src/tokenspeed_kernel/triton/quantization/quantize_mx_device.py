@@ -24,8 +24,10 @@ def scale_of_blocks(amax, FORMAT: tl.constexpr, UP: tl.constexpr):
     """Computes the e8m0 scales of blocks, given their amax.
 
     Returns the scales (int32), the bits of their reciprocals, and a mask for the encoded values. The mask is 0 for a block with an
-    infinity or NaN, whose values are all encoded as +0. ``FORMAT``: e4m3fn, e5m2 or e2m1. ``UP``: round up the scales of e4m3fn and
-    e5m2.
+    infinity or NaN, whose values are all encoded as +0.
+
+    ``FORMAT``: e4m3fn, e5m2 or e2m1. ``UP``: whether to round scales up, so that no value saturates; otherwise scales are rounded
+    down. ``UP`` must be False for e2m1: its threshold, 1.75, fits only e4m3fn and e5m2.
     """
     # The exponent of the format's largest power of two.
     EMAX: tl.constexpr = 2 if FORMAT == "e2m1" else (15 if FORMAT == "e5m2" else 8)
@@ -42,7 +44,8 @@ def scale_of_blocks(amax, FORMAT: tl.constexpr, UP: tl.constexpr):
 
 @triton.jit
 def mxfp8_of_blocks(x, UP: tl.constexpr, NATIVE: tl.constexpr):
-    """Quantises blocks, float32 ``[BLOCKS, 32]``, to e4m3 (uint8). Also returns their e8m0 scales ``[BLOCKS]``."""
+    """Quantises blocks, float32 ``[BLOCKS, 32]``, to e4m3 (uint8). Also returns their e8m0 scales ``[BLOCKS]``. ``UP``: whether to
+    round scales up (see `scale_of_blocks`)."""
     scale, reciprocal, kept = scale_of_blocks(largest(x, 1), "e4m3fn", UP)
     code = encode_fp8(x * reciprocal[:, None].to(tl.float32, bitcast=True), "e4m3fn", NATIVE)
     return (code & kept[:, None]).to(tl.uint8), scale.to(tl.uint8)
@@ -67,7 +70,8 @@ def quantize_mx_kernel(
 ):
     """Quantises ``BLOCKS`` blocks of one outer row of x; with ``TILES``, of one matrix. q and the scales are contiguous.
 
-    ``UP``: round up the scales of e4m3.
+    ``FP4``: whether to quantise to e2m1; otherwise to e4m3. ``UP``: whether to round scales up, so that no value saturates;
+    otherwise scales are rounded down. ``UP`` must be False with ``FP4``.
     """
     UNIT: tl.constexpr = 2 if PAIRS else 1
     first_x, x_at, first_made, made_at, first_scale, inside, stored = blocks_of_program(

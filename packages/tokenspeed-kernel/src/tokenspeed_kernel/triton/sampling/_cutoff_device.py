@@ -22,7 +22,7 @@ _PART_BITS = tl.constexpr(3)
 FEW = tl.constexpr(_state.FEW)
 _PAIRED = tl.constexpr(32)
 _NO_KEY = tl.constexpr(-0x80000000)
-# The number of tokens whose count and total weight always fit into one int64; see `_state_device`.
+# The number of tokens whose count and total weight always fit into one int64: a weight has 41 bits, and the count begins at bit 51.
 _CHUNK = tl.constexpr(1024)
 
 
@@ -76,7 +76,7 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
         for start in range(chunk, tl.minimum(number, chunk + LANES * _CHUNK), LANES):
             key = _keys(keys, vocab_stride, start + tl.arange(0, LANES), number)
             key = tl.where(key <= high, key, _NO_KEY)
-            # _NO_KEY decodes to NaN, but is below every end, so its weight is never added.
+            # _NO_KEY decodes to NaN, but is below every element of `ends`, so its weight is never added.
             both = token_weights(from_sort_key(key), largest, scale, floor) | ONE_TOKEN
             added += tl.where(key[None, :] >= ends[:, None], both[None, :], 0)
         if number <= _CHUNK:

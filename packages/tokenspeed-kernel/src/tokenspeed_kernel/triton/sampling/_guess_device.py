@@ -226,7 +226,8 @@ def range_of_cutoff(
         # Nearly all tokens as large as the few largest group maxima are group maxima. So a sampled token of this size represents
         # only itself.
         among_few = tl.sum(tl.where(reaching <= groups // _FEW, others, 0.0), axis=0)
-        # If a row's large logits are at neighbouring positions, many such tokens are not group maxima.
+        # If a row's large logits are at neighbouring positions, many of the largest tokens are not group maxima. Then no bin counts
+        # as few.
         few = reaching <= tl.where(among_few <= _OTHERS_AMONG_FEW, groups // _FEW, 0)
         weight = tl.where(restricted, (bin < _LAST).to(tl.float32), weights_of_bins(floor))
         sums = tl.cumsum(weight * (counts.to(tl.float32) + tl.where(few, 1.0, share) * others), axis=0)

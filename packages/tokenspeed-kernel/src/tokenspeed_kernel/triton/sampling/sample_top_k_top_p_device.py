@@ -23,7 +23,8 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
 
 # The threshold search stops once at most k + k / 2^_SLACK group maxima are >= the threshold.
 _SLACK = tl.constexpr(3)
-# Tokens are listed until the unlisted tokens weigh at most this fraction of the listed tokens' weight; see `bins_to_list`.
+# Tokens are listed until the unlisted tokens weigh at most this fraction of the listed tokens' weight. `bins_to_list` decides this
+# from the histogram.
 _NEGLIGIBLE = tl.constexpr(2e-3)
 # Such a list contains at least this fraction of the row's total weight, with a margin for the rounding to bins.
 _OUTWEIGHING = tl.constexpr(0.99)

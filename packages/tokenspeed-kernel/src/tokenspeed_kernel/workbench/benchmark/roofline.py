@@ -75,7 +75,7 @@ def measure_roofline(device: torch.device | str) -> Roofline:
     """Measures the roofline of a GPU in about two seconds, with 4 GiB of memory. `roofline_cache` keeps the result.
 
     Raises:
-        ValueError: the device is a CPU, for which such rates are meaningless.
+        ValueError: the device is not a CUDA device.
     """
     where = torch.device(device)
     if where.type != "cuda":

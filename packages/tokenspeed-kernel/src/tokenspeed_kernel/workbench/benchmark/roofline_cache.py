@@ -38,7 +38,7 @@ def cached_roofline(
 
     Args:
         device: the GPU to measure.
-        remeasure: measure again and update the cache.
+        remeasure: whether to measure again and update the cache.
         directory: the cache directory; the user's if not given.
         measured: the function that measures the roofline if the cache has no result.
 

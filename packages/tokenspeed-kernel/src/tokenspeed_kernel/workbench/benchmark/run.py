@@ -53,7 +53,7 @@ def bench_kernel(
         spec: the kernel's declaration, from the registry; or a baseline.
         cases: the cases to run; the operator's if not given.
         device: the device; `default_device` if not given.
-        large: include the operator's cases that are sized for a GPU. Has no effect if ``cases`` is given.
+        large: whether to include the operator's cases that are sized for a GPU. Has no effect if ``cases`` is given.
         options: fields of the `Method`, by name.
     """
     if cases is None:
@@ -69,7 +69,8 @@ def bench_case(spec: Competitor, case: Case, device: torch.device | str | None =
 def bench(runs: Sequence[tuple[Competitor, Case]], device: torch.device | str | None = None, **options: Any) -> list[Row]:
     """Times kernels on cases for which their results are correct. Returns a row for each kernel and case in ``runs``, in order.
 
-    The timed function is the kernel that `Operator.bind` returns. The time includes the allocation of outputs, but not dispatch.
+    For a registered kernel, the timed function is what `Operator.bind` returns; for a baseline, what `Baseline.bound` returns. The
+    time includes the allocation of outputs, but not dispatch.
 
     Args:
         runs: pairs of a kernel or baseline and a case.

@@ -58,7 +58,7 @@ def find_runs(
     Args:
         specs: the kernels.
         wanted: names or parts of names of cases, which may be large; empty for no filter.
-        large: include the cases that are sized for a GPU.
+        large: whether to include the cases that are sized for a GPU.
         captured: a file of captured calls. Its cases replace the operators' own cases.
     """
     cases = {str(op): op.all_cases() for op in operators()} if captured is None else find_captured(captured)

@@ -136,7 +136,7 @@ def verify_kernel(
         spec: the kernel's declaration, from the registry.
         cases: the cases to run; the operator's if not given.
         device: the device; `default_device` if not given.
-        large: include the operator's cases that are sized for a GPU. Has no effect if ``cases`` is given.
+        large: whether to include the operator's cases that are sized for a GPU. Has no effect if ``cases`` is given.
         seed: seed of the inputs.
         repeat: how many runs of every kernel must give the same bits. None: two runs, only of kernels tagged ``determinism``.
 

@@ -39,7 +39,7 @@ def read_table(path: Path, *, keep_corrupt: bool = True) -> list[Entry]:
 
     Args:
         path: the file.
-        keep_corrupt: rename a corrupt file to ``*.corrupt`` for inspection; a new file can then replace it.
+        keep_corrupt: whether to rename a corrupt file to ``*.corrupt`` for inspection; a new file can then replace it.
 
     Warns:
         StorageWarning: the file cannot be read or is corrupt; once per process.

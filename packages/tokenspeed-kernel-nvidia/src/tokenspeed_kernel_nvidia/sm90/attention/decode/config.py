@@ -213,8 +213,8 @@ def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> t
     """Returns the keys per K/V tile, the CTAs per SM, and the KV heads per CTA. Figures in comments are microseconds with 16-bit
     caches, see `config_of`."""
     if work == "many short" and rows * head_dim <= 2048 and head_dim <= 128:  # limited by registers
-        # Windows of 128, with four KV heads per CTA, then with one. 128 sequences: 14.4, 15.8; 512: 43.2, 46.3. But 64 sequences in
-        # back-to-back calls: 7.9, 6.9.
+        # Microseconds in windows of 128, with four KV heads per CTA, then with one. 128 sequences: 14.4, 15.8; 512 sequences:
+        # 43.2, 46.3. But 64 sequences in back-to-back calls: 7.9, 6.9.
         return (32 if head_dim == 64 and rows <= 16 else 16), 2, CONSUMERS
     if head_dim > 128:  # the ring holds one tile per warp; fragments of wide vectors may leave registers for one CTA per SM only
         return 16, 1 if v_head_dim > 128 or (fp8 and rows == 8) else 2, 1
@@ -223,13 +223,13 @@ def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> t
     if head_dim > 64:
         return 16 if rows > 8 else 32, 2, 1  # the ring holds one tile per warp, and one tile in flight
     if work in SHORT:
-        # 64 windows of 128: 9.4 with 16 keys per tile, 9.9 with 32. With an fp8 cache, registers suffice for only three CTAs per
-        # SM.
+        # 64 sequences in windows of 128 take 9.4 us with 16 keys per tile, and 9.9 us with 32. With an fp8 cache, registers
+        # suffice for only three CTAs per SM.
         return 16, (3 if fp8 else 4) if rows == 8 else 2, 1
     if rows > 16 or work == "long":
-        # With more than 16 rows, registers limit the tile. Figures for "long" with 32 keys per tile, then with 64: 1 x 2K 6.50,
-        # 6.81; 1 x 8K 9.45, 10.33; 1 x 33K 21.0, 22.1; 1 x 131K 66.2, 70.8. One CTA per SM, with a ring in all of shared memory, is
-        # no better: 6.43, 9.42, 21.1, 67.1.
+        # With more than 16 rows, registers limit the tile. Microseconds for "long" with 32 keys per tile, then with 64: 1 x 2K (one
+        # sequence of 2048 tokens) 6.50, 6.81; 1 x 8K 9.45, 10.33; 1 x 33K 21.0, 22.1; 1 x 131K 66.2, 70.8. One CTA per SM, with a
+        # ring in all of shared memory, is about as fast: 6.43, 9.42, 21.1, 67.1.
         return (16 if fp8 and rows > 16 else 32), 2, 1
     # Microseconds with 64 keys per tile, with 32 keys, and with three CTAs per SM: 64 x 1K 42.9, 46.4, 46.7; 16 x 8K 74.6, 74.3,
     # 74.3. With 16 keys and with 64 keys: 1 x 1K 6.53, 6.74.

@@ -141,7 +141,7 @@ def mha_decode_with_kvcache(
         cache = k_cache.dtype
         scale, cap_scale = scales_of_scores(head_dim, softmax_scale, logit_cap)
         widths, capped = (head_dim, v_head_dim), cap_scale is not None
-        # Whether the KV heads of a token are contiguous in memory.
+        # Whether the cache is fp8, and the KV heads of a token are contiguous in memory.
         close = cache != q.dtype and k_cache.stride(2) == head_dim and v_cache.stride(2) == v_head_dim
         launch, groups, floats = _program_of(
             q.dtype, cache, widths, page_size, heads, kv_heads, max_seqlen_q, work, capped, close, device

@@ -140,7 +140,7 @@ class Consumers:
                         source = call.q.at(sequence * call.q_len + token, q_head)
                         for each in cutlass.range_constexpr(c.head_dim // 8):
                             at = each * 16 + lane % 4 * 4
-                            if const_expr(c.fp8):  # the element order of widened keys, see `qk_mma_fp8`
+                            if const_expr(c.fp8):  # four adjacent elements per lane, as of the fp8 keys
                                 at = each // 2 * 32 + lane % 4 * 8 + each % 2 * 4
                             chunk = (r % c.abreast * c.head_dim + each * 8) // 16
                             queries[tile, chunk, each % 2 * 2 + r] = load_word(source + at)

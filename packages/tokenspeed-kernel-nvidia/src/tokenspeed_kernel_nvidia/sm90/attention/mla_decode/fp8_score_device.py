@@ -47,7 +47,7 @@ class Fp8QkMma:
 
     config: Fp8Config
     memory: SharedMemory
-    every_factor = True  # see `QkMma`
+    every_factor = True  # `Notes` also hold the rescale factors of rows whose max has not grown, which are 1
 
     def make_mmas(self) -> QkMmas:
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K

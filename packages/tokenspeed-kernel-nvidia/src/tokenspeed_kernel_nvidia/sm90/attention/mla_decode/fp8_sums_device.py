@@ -1,6 +1,7 @@
-"""The output accumulators in global memory that `mla_decode` uses with an fp8 cache: see `Fp8Config.summed`.
+"""The output accumulators in global memory that `mla_decode` uses with an fp8 cache.
 
-After every ``summed`` blocks, the accumulators in registers are added to float32 accumulators in global memory.
+After every `Fp8Config.summed` blocks, the accumulators in registers are added to float32 accumulators in global memory. Longer sums
+of fp8 MMAs would be inaccurate, because the tensor cores truncate the terms of each MMA.
 """
 
 # mypy: ignore-errors
@@ -23,7 +24,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATEN
 
 TILES = LATENT_CHUNK // 64  # tiles of 64 columns in a chunk
 GROUPS = ROWS // 8  # groups of 8 heads
-COPIED = 4  # the first of the value warpgroups' named barriers, see `meet_others`
+COPIED = 4  # the first of the value warpgroups' named barriers, one per warpgroup
 
 
 @dataclass(frozen=True)

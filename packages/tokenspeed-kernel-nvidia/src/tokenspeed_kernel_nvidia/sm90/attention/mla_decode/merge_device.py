@@ -24,7 +24,9 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.scheduler_device import 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import LATENT_CHUNK, READERS, Table
 
 WARPS = 8  # warps per CTA
-CTAS = 1024  # approximate maximum of CTAs per launch. A CTA may loop over several tiles: of many work items, most need no merge
+# Approximate maximum of CTAs per launch. With many work items, each item gets few CTAs, which loop over the item's tiles. Most of
+# these items need no merge.
+CTAS = 1024
 
 
 def host(config: Config) -> Any:
@@ -40,7 +42,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class MergeCall:
-    """The merge kernel's arguments; see `tile_device.Call`."""
+    """The merge kernel's arguments. ``items``: work items per sequence. `tile_device.Call` describes the other arguments."""
 
     items: Int32
     q_len: Int32

@@ -245,7 +245,7 @@ def release(barriers: Barriers, at: Cursor, ctas: cutlass.Constexpr[int]):
                 cute.arch.mbarrier_arrive(barrier, rank)
 
 
-# Thread indices are recomputed at each use, so that they occupy no registers between uses: see `opt_barrier`.
+# `opt_barrier` makes the compiler recompute thread indices at each use. So they occupy no registers between uses.
 
 
 @cute.jit

@@ -1,8 +1,9 @@
 """Configurations for which `mla_extend` is compiled: those of `mla_decode`, used for many new tokens.
 
-With any number of heads, two CTAs form a cluster. Each CTA computes one half of a token's 128 heads, or other tokens than the other
-CTA. Multicast reads each block of the cache from L2 once for both CTAs. Without clusters, a CTA would read 74 KB of K/V in the 1.2
-us that 64 query rows take with 64 cached tokens at full speed. For 132 CTAs that is 8 TB/s, more than the bandwidth of L2.
+Two CTAs form a cluster. The two CTAs compute the two halves of a token's 128 heads; with fewer heads, they compute different
+tokens. Multicast reads each block of the cache from L2 once for both CTAs. Without clusters, every CTA would read each block
+itself. A block is 64 cached tokens, 74 KB. At full MMA rate, 64 query rows by a block take 1.2 us. For 132 CTAs that is 8 TB/s,
+more than the bandwidth of L2.
 
 If the new tokens of each sequence fit in one tile, a second CTA would have no tokens. Then a cluster has one CTA, and the kernel is
 memory-bound.

@@ -1,7 +1,8 @@
 """The device code of `mla_extend`: the kernel of `mla_decode.kernel_device` with other work items and masks.
 
-The roles of the warps are those of `mla_decode.kernel_device`. With any number of heads, two CTAs form a cluster, except for few
-new tokens: see `config`. `scheduler_device` forms the work items, and `mask_device` has the masks.
+The roles of the warps are those of `mla_decode.kernel_device`. Two CTAs form a cluster, with any number of heads. If one tile of 64
+rows holds all new tokens of each sequence, a cluster has only one CTA. `scheduler_device` forms the work items, and `mask_device`
+has the masks.
 """
 
 # mypy: ignore-errors

@@ -9,15 +9,16 @@ The kernel is persistent and warp-specialised, with a static round-robin schedul
   (`softmax_device`) to the store of O (`store_device`). The warpgroups never wait for each other.
 * Shared memory: a ring of K and V with a work item per stage, a ring of Q tiles, and an output tile per warpgroup. All tiles of a
   work item use the item's one copy of K and V.
-* In flight: K and V of one work item with head_dim 128, of three in the variant for short sequences, otherwise of two; one or three
-  Q tiles per warpgroup. q @ k of a tile overlaps the previous tile's epilogue if registers suffice (`Config.ahead`).
+* In flight: K and V of two work items (of one with head_dim 128, of three in the variant for short sequences), and one or three Q
+  tiles per warpgroup. q @ k of a tile overlaps the previous tile's epilogue if registers suffice (`Config.ahead`).
 * Limits: for long sequences, the memory traffic of q and the output (3.4 TB/s for 16 sequences of 8192, see `config`); for few new
   tokens, the latency of dependent loads.
 
 Slower alternatives were measured with 64 sequences of 8192 tokens, 16 of them new, in graphs of 7 calls with another kernel after
 each. This kernel takes 15.8 us:
 * separate load warps for K and V: 16.4 us;
-* the same with an L2 prefetch of the first keys before the PDL wait: 16.7 us (back to back 14.3 us instead of 14.5);
+* separate load warps, and an L2 prefetch of the first keys before the PDL wait: 16.7 us. In back-to-back calls, this alternative
+  takes 14.3 us, and this kernel 14.5 us;
 * a scheduler warp that prefetches page indices ahead of the other warps: 16.4 us;
 * the KV heads of a sequence one after another in one CTA instead of in several CTAs: 17.9 us.
 """

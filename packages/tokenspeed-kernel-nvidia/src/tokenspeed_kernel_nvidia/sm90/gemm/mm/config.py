@@ -17,7 +17,9 @@ STAGES = 12  # maximum number of stages of the ring of weights
 HEAD_BYTES = 512  # bytes of the barriers at the start of shared memory; the last 16 bytes are zeros, which lanes read beyond k
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
 CLUSTER = 8  # CTAs of a cluster, which split k if there are few rows of weights
-PREFETCHED, PACE = 160 * 1024, 70  # defaults of `Config.prefetched` and `Config.pace`
+# The bytes of weights that a CTA prefetches into L2 while the preceding kernel runs, and the clock cycles between two prefetches,
+# per KB prefetched. These are the defaults of `Config.prefetched` and `Config.pace`.
+PREFETCHED, PACE = 160 * 1024, 70
 PIECE_BYTES = 4096  # maximum number of bytes of a row of weights that one prefetch loads into L2
 # Bytes of the ring of weights. A larger ring gained nothing. With this size, CTAs of two successive launches fit on an SM if there
 # are few rows of activations.

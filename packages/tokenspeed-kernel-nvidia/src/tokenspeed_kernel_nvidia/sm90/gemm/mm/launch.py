@@ -72,7 +72,7 @@ QUICK_N = 4096
 FEW_ROWS = 4
 
 Launch = Callable[..., Any]
-NO_SCALES = (0,) * 6  # the results of `_table(None)` for a_scale and b_scale
+NO_SCALES = (0,) * 6  # for calls without scales: address, row stride and column stride of a_scale, then of b_scale
 
 
 @program(arch=ARCH, configs=every_config)

@@ -127,8 +127,8 @@ def signatures_of(served: Supported) -> set[FormatSignature]:
 
 for _supported in SUPPORTED:
     for _place, (_rows, _columns) in enumerate(SIZES):
-        # Every entry of SIZES except the last is declared for exactly this m, a power of two, because selection rounds a varying m
-        # up to a power of two.
+        # All entries of SIZES but the last are declared for exactly their m (a power of two), because selection rounds a varying m
+        # up to a power of two. The last entry is declared for all larger m too.
         _last = _place == len(SIZES) - 1
         register_kernel(
             "gemm", "mm", name=f"cutedsl_mm_fp8_{_supported.name}_{_rows}_rows", solution="cutedsl", capability=CUTEDSL_HOPPER,

@@ -25,7 +25,8 @@ ROUNDED_TOGETHER = 16  # elements of a row that a thread converts at once
 RECORD = 4  # int32 fields of a tile's record in the schedule
 
 # Kinds of GEMM inputs. `PLAIN`: rows as given. `CODES`: float8_e4m3fn with a scale for each row. `VALUES`: the quantised values of
-# `CODES`, stored in 16 bits. `PARTS`: split into two float8_e4m3fn values that together have all bits of a bfloat16.
+# `CODES`, stored in 16 bits. `PARTS`: split into two float8_e4m3fn values that together represent a bfloat16 exactly, unless it is
+# small (see `EXACT_FROM`).
 PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
 # float32 rows that may exceed float16's range. Each row is divided by a power of two and converted to float16. The MMAs treat such
 # rows like `VALUES`.
@@ -69,22 +70,23 @@ class Tile:
 # at the power limit, between 1.7 and 1.9 GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole
 # k step after its last MMA.
 _TILES = {
-    # For `PARTS` (elements split into two fp8 values), see `_SPLIT_PAIRS`.
+    # For `PARTS` (elements split into two fp8 values). Times: see `_SPLIT_PAIRS`.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
-    # For fp8 activations, with block scales as for `PARTS`, see `_FEW_ROUNDED_PAIRS`. With 48 columns, registers are spilled.
+    # For fp8 activations, with block scales as for `PARTS`. Times: see `_FEW_ROUNDED_PAIRS`. With 48 columns, registers spill.
     40: Tile(3, (8, 16, 24, 32, 40), 2, 2, 6, 160, 3),
-    # 1024 tokens: 655, 512: 570, 256: 503. With mma.sync (`warp_device`) for all widths: 756, 585 and 502. With wgmma
-    # (`panel_device`) for all widths: 650, 565 and 535. With mma.sync for widths up to 64 columns: 660, 569 and 499. With MMA
-    # groups of half a block, and the A fragments of four groups in registers: 659 and 588.
+    # 1024, 512 and 256 tokens take 655, 570 and 503 us. With mma.sync (`warp_device`) for all widths: 756, 585 and 502 us. With
+    # wgmma (`panel_device`) for all widths: 650, 565 and 535 us. With mma.sync for widths up to 64 columns: 660, 569 and 499 us.
+    # With MMA groups of half a block, and the A fragments of four groups in registers: 659 and 588 us.
     48: Tile(3, (8, 16, 32, 48), 2, 2, 8, 160, 3, 16),
-    # 2048 tokens: 928, and 1035 with 160 columns. 1024 tokens: 759. Measured with MMA groups of half a block.
+    # 2048 tokens take 928 us, and 1035 us with 160 columns. 1024 tokens take 759 us. Measured with MMA groups of half a block.
     96: Tile(3, (32, 48, 64, 80, 96), 2, 2, 4, 160, 2),
-    # 8192 tokens with fp8 MMAs: 2317. 16-bit MMAs on the quantised values took 3109 with 160 columns.
+    # 8192 tokens take 2317 us with fp8 MMAs. 16-bit MMAs on the quantised values took 3109 us with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
-    # 8192 tokens: 2996. Prefetching weights from shared memory to registers was slower.
+    # 8192 tokens take 2996 us. Prefetching weights from shared memory to registers was slower.
     160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
-    # 8192 tokens: 2723, and 3000 after one second of running. Dequantisation takes time and power from the MMAs, and twice as many
-    # columns amortise the dequantisation. If one warpgroup dequantised for the others into shared memory, the time was 3193.
+    # 8192 tokens take 2723 us, and 3000 us after one second of running. Dequantisation takes time and power from the MMAs, and
+    # twice as many columns amortise the dequantisation. When one warpgroup dequantised for the others into shared memory, the call
+    # took 3193 us.
     288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216),
 }
 SPLIT_COLUMNS, FEW_ROUNDED_COLUMNS = 24, 40

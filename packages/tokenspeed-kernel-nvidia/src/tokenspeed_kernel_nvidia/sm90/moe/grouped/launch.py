@@ -9,7 +9,7 @@ tokens. Two or three warpgroups issue MMAs. Bias and activation are applied in r
 feature. A separate kernel sums over slots, in slot order.
 
 With few pairs, dequantising weights would take most of the time. A kernel before each GEMM then splits bfloat16 values into two
-float8_e4m3fn values, which together have all bits of the bfloat16 value (`PARTS`). The MMAs are then fp8, for which dequantising
+float8_e4m3fn values, which together represent all but small values exactly (`PARTS`). The MMAs are then fp8, for which dequantising
 the weights takes a third of the instructions. Block scales multiply the partial sums over 32 elements of k. Rows with outliers lose
 small values. If a row loses more than a quarter of its elements in this way, one more kernel recomputes the row's tiles with 16-bit
 MMAs.
@@ -221,7 +221,7 @@ def moe_apply_many(
     limit = math.inf if plan.limit is None else plan.limit
     swiglu = plan.alpha, limit, plan.beta
     schedule = sources, tiles_at, tile_count
-    given = aligned(x)  # before the schedule, see `_programs_of`
+    given = aligned(x)  # a copy must precede the schedule kernel: the first conversion overlaps the kernel before it
     programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts)
     exact_at = 0 if exact is None else exact.data_ptr()
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()

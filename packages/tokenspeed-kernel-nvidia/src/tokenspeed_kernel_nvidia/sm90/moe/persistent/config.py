@@ -16,14 +16,14 @@ TOKENS = (1, 2, 4, 8)  # numbers of tokens for which kernels are compiled
 EXPERTS = 128  # maximum number of experts: four logits for each lane of a warp
 PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
 TILE = 8  # rows of the projection's weights in a ring stage: the MMA's n
-TILES = 3  # maximum number of tiles of a CTA; 2880 rows on 132 SMs are 22 rows per CTA
+TILES = 3  # maximum number of the projection's tiles per CTA: 2880 rows on 132 SMs are 22 rows per CTA, three tiles of 8
 PART_BYTES = 1024  # bytes of a row of the projection's weights in a ring stage: 256 for each warp of a warpgroup
 # Row pitches of stages and activations are an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
 PART_PITCH = PART_BYTES + 64
 WIDTH_PITCH = 2 * WIDTH + 64
 ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 features takes 5760
 OTHER_BYTES = 4 * 1024  # barriers, lists and other small arrays
-# Indices of a layer's counters, besides the counters of `stream` that this kernel uses: DONE at 1, and READY from COUNTERS on.
+# Indices of a layer's counters. This kernel also uses counters of `stream`: DONE, at index 1, and READY, from index COUNTERS on.
 OUT, LOGITS, TOTALS = 0, 2, 3
 LAYER_COUNTERS = COUNTERS + PAIRS
 # Indices of words before the layers' counters: the number of CTAs that have finished, the tag of the last launch's last layer, and

@@ -28,7 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import words_at
 
 _CHUNK = 8  # elements of a token that a thread normalises
 _BFLOAT16 = 2  # `Vector.kind` of bfloat16
-_NONE = -(1 << 31)  # below every key
+_NONE = -(1 << 31)  # for lanes without an expert, and for experts already chosen: below the sort key of every logit
 
 
 def key_of(word: Uint32, expert: Int32) -> Int32:

@@ -24,7 +24,7 @@ STAGES = 24  # maximum number of slabs in flight
 COUNTERS = 4  # number of global counters before the entries' counters
 BUFFERS = 2  # number of panels whose partial sums may wait for the reduction
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
-LIST_BYTES = 4 * (2 * MAX_EXPERTS + 3 * MAX_PAIRS)  # the lists of experts and pairs, see `tile_device`
+LIST_BYTES = 4 * (2 * MAX_EXPERTS + 3 * MAX_PAIRS)  # bytes of the lists of experts and pairs in shared memory
 OTHER_BYTES = 3 * 1024  # barriers and other small arrays
 # Maximum numbers of k blocks for which kernels are compiled: inputs of up to 768, 2880, 4096 and 7168 features. Each entry maps the
 # number of columns, as far as shared memory allows, to the number of blocks of a slab.

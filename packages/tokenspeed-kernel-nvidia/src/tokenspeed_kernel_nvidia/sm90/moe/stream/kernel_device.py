@@ -201,7 +201,8 @@ class Stream(Schedule, Consumers):
                 index = ticket - w13_ranges
                 at = self.load_range(call, at, W2, index * w2_items // w2_ranges, (index + 1) * w2_items // w2_ranges)
                 if layer.turns == 1:
-                    # There is one range for each CTA. Without this wait, CTAs that start early would take two ranges.
+                    # There is one range of w2 for each CTA. So wait until the MMA warps have released all stages. Otherwise CTAs
+                    # that start early would take two ranges.
                     call.pipe.acquire(last_filled(at, self.stages))
             ticket = self.next_ticket(call)
         at = self.tell(call, at, item_code(COMBINE))

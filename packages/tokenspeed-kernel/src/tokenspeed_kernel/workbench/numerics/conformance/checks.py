@@ -68,7 +68,8 @@ def sample(space: CaseSpace, most: int = 6, *, right: bool = True, suits: Callab
     Args:
         space: the cases.
         most: the largest number of cases to return.
-        right: return only cases with correct results. Checks that look for changed results need correct results to begin with.
+        right: whether to return only cases with correct results. Checks that look for changed results need correct results to begin
+            with.
         suits: returns whether a case is useful. It is called for as few cases as possible.
     """
     found: dict[tuple[Any, ...], Case] = {}

@@ -91,7 +91,7 @@ class Options:
     """Options of the conformance checks: which checks run, on which cases, and for how long.
 
     Attributes:
-        large: also run the cases that are sized for a GPU.
+        large: whether to also run the cases that are sized for a GPU.
         repeat: number of runs of every kernel that must give the same bits. None: two runs, and only for kernels tagged
             ``determinism``.
         seed: seed of the inputs.
