@@ -4,11 +4,11 @@ The model predicts the times of our kernels, of the published wheel's kernels, a
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_moe.py --peer peer --output timing_model_moe.json --readme
 
-The published wheel is the baseline. ``--peer`` is the folder into which this wheel was installed. Without ``--peer`` only our
-kernels and the portable kernel are measured. All sides get the same tokens, routing and weights. The baseline and our kernels use
-static activation scales. The portable kernel uses per-token scales, so our kernels are measured with per-token scales as well. The
-baseline takes router logits, as our kernels do through `moe_topk_apply`. The portable kernel takes top-k ids, so the time of the
-core's portable `moe_topk` is added to its time.
+The baseline is the published wheel tokenspeed-kernel-amd, which has the same name as this package but other kernels. ``--peer`` is
+the folder into which this wheel was installed. Without ``--peer`` only our kernels and the portable kernel are measured. All sides
+get the same tokens, routing and weights. The baseline and our kernels use static activation scales. The portable kernel uses
+per-token scales, so our kernels are measured with per-token scales as well. The baseline takes router logits, as our kernels do
+through `moe_topk_apply`. The portable kernel takes top-k ids, so the time of the core's portable `moe_topk` is added to its time.
 
 A second table has further configurations: our kernels with bf16 or mxfp4 activations, and layers with other weight formats. These
 layers are measured with the portable kernel and, if our kernels support the format, with our kernels.

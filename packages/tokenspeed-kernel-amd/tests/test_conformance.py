@@ -42,7 +42,7 @@ LAUNCHED = {
     "mha_extend_with_kvcache": {"extend_kernel"},
     "mha_with_kvcache": {"extend_kernel", "decode_kernel", "merge_kernel"},
 }
-# The kit's checks of one call that run on the emulator. Graph capture needs a GPU.
+# The conformance kit's checks that must pass for each operator's small call on the emulator. Graph capture needs a GPU.
 FOUND_OUT = {"values", "out=", "inputs unchanged", "determinism", "nothing to do", "bounds", "strides", "no waiting"}
 
 

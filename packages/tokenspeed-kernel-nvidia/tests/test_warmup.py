@@ -57,8 +57,8 @@ def test_every_program_is_found() -> None:
 
 
 def test_configurations_are_values() -> None:
-    """Asserts that configurations are distinct, and equal to configurations that are made again. They determine file names and are
-    pickled for other processes."""
+    """Asserts that a program's configurations differ from one another, and that a second call of `configs()` returns equal ones.
+    Configurations determine file names, and are pickled for other processes."""
     for program in warmup.programs():
         configs = program.configs()
         assert len({repr(config) for config in configs}) == len(configs) == len(set(configs))

@@ -3,10 +3,10 @@
 python packages/tokenspeed-kernel/benchmarks/rows_between_gpus.py --ranks 2 --json
 packages/tokenspeed-kernel/benchmarks/h200_rows_between_gpus.json
 
-The number of rows is that of each rank's input. `moe_dispatch` followed directly by `moe_combine` is compared with two all-to-alls,
-in which every rank sends this number of rows to each rank. The operators' results are first compared with the references' results.
-As in `all_reduce.py`, 20 calls are captured into a CUDA graph, and the reported time is that of one call: the median over replays,
-on the slowest rank.
+``rows`` in the report is the number of rows of each rank's input to `moe_dispatch` and `all_gather`, and of each rank's output from
+`reduce_scatter`. `moe_dispatch` followed directly by `moe_combine` is compared with two all-to-alls, in which every rank sends this
+number of rows to each rank. The operators' results are first compared with the references' results. As in `all_reduce.py`, 20 calls
+are captured into a CUDA graph, and the reported time is that of one call: the median over replays, on the slowest rank.
 """
 
 from __future__ import annotations

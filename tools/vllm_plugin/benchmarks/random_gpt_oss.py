@@ -81,7 +81,11 @@ def write_model(directory: Path, layers: int) -> Path:
 
 
 def draw(name: str, parameter: Any) -> str:
-    """Fills a parameter in place, on its device. Returns the kind of the drawn values."""
+    """Fills a parameter in place, on its device.
+
+    Returns a label that says how the parameter was filled: "norm", "embedding", "head" (the output matrix), "matrix", or the last
+    part of the name (experts' tensors, biases and sinks). An integer parameter that is not an expert's gets "left as it was".
+    """
     import torch
 
     generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))

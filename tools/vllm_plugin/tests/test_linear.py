@@ -1,4 +1,7 @@
-"""Tests vLLM's linear layers with our method. vLLM creates, loads and compiles the layers."""
+"""Tests vLLM's linear layers whose ``quant_method`` is the plugin's `Linear`, which multiplies with the core's `mm`.
+
+vLLM creates, loads and compiles the layers.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def named_parameters(spec: KernelSpec, impl: Callable[..., Any], interface: Inte
 
 
 class Launcher:
-    """A kernel's launcher and its parameters.
+    """A kernel's launcher function, checked against its operator's parameters, and a wrapper that takes all of the operator's
+    parameters.
 
     Attributes:
         spec: the kernel's declaration.

@@ -23,7 +23,8 @@ COMPILER = _programs.COMPILER
 
 @dataclass(frozen=True)
 class _Postponed:
-    """The compilation of a program into the current cache.
+    """A postponed compilation. Calling the object compiles the program, unless a pack or the cache has it already, and stores it in
+    the cache directory that `compiling_into` has set.
 
     Attributes:
         program, config: the program and its configuration.

@@ -1,7 +1,7 @@
 """Bank conflicts of LDS accesses on gfx950.
 
-A wave's access runs in *phases*: groups of lanes that access the banks together. Banks are 4 bytes wide. A bank delivers one dword
-per cycle, to any number of lanes that read (or write) that dword. The cycles of a phase are the number of different dwords in its
+A wave's access runs in *phases*: groups of lanes that access the banks together. Banks are 4 bytes wide. A bank accesses one dword
+per cycle, for any number of lanes that read (or write) it. The cycles of a phase are the number of different dwords in its
 busiest bank, at least one. Every cycle after the first counts as a conflict, as in the hardware counter SQ_LDS_BANK_CONFLICT (ROCm
 Compute Profiler, "Local data share").
 

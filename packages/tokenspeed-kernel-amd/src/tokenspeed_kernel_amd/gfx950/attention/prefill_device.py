@@ -322,8 +322,8 @@ def attend_tiles(
         # The diagonal blocks come first. Only these blocks may reach beyond the sequence, and every row sees a key in them.
         block = block_at(sequence, keys, values, first_row)
         left = location.length - first_row
-        # q is loaded before the keys, because loads return in order and q comes from HBM. The keys are often in L2 already, because
-        # other workgroups read them too.
+        # The first q @ k needs both q and the keys. q comes from HBM and takes longest, so its load is issued first: loads return
+        # in order. The keys are often in L2 already, because other workgroups read them too.
         q = load_queries(operands.q, location, first_row, head, strides, shape.head_dim, block_m, layouts.queries)
         copy_block(within(keys, left), within(values, left), 0, block)
         sink = None

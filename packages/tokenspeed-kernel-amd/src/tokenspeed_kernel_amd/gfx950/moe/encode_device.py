@@ -86,7 +86,8 @@ def e2m1_codes(values):
     """Converts float32 to e2m1, ties to even, saturating. Returns the 4-bit patterns as int32 from 0 to 15."""
     magnitude = gl.minimum(gl.abs(values), 6.0)
     # Adding a constant of the right size rounds to a multiple of the constant's ulp, to nearest even, and leaves the multiple in
-    # the low bits. The ulps are 0.5 below 2 (codes 0 to 4), 1 from 2 on (codes 4 to 6), and 2 from 4 on (codes 6 and 7).
+    # the low bits. For magnitudes less than 2, the constant's ulp is 0.5 (results are codes 0 to 4). For magnitudes from 2 to less
+    # than 4, the ulp is 1 (codes 4 to 6). For magnitudes from 4 to 6, the ulp is 2 (codes 6 and 7).
     aligned = gl.where(magnitude < 2.0, 4194304.0, gl.where(magnitude < 4.0, 8388610.0, 16777224.0))
     code = (magnitude + aligned).to(gl.int32, bitcast=True) & 7
     return code | ((values.to(gl.int32, bitcast=True) >> 28) & 8)

@@ -246,7 +246,8 @@ def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, S
         pair, words: the weights of the two steps, and the scale words of their quad.
         STEP: index of the first of the two steps within the quad, 0 or 2.
         shared: the LDS buffer that holds the tokens' two steps.
-        other, arrived: the other LDS buffer, and the loaded next two steps of tokens, which are stored to it.
+        other, arrived: the LDS buffer for the next two steps, and the tokens of those steps in registers, from `load_columns`. This
+            function stores ``arrived`` to ``other``.
         count: number of tokens in the tile.
     """
     warps: gl.constexpr = gl.num_warps()

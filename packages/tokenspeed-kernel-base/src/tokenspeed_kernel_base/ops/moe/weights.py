@@ -50,7 +50,7 @@ class MoEWeights:
             declare a layout define its shapes and dtypes.
         w13_input_scale: float32 ``[1]``, the scale of the tokens if the plan's ``activation_dtype`` is ``"fp8_static"``, else
             None. If a checkpoint has one scale for each expert, use the largest.
-        w2_input_scale: the scale of the input of the down projection; otherwise as w13_input_scale.
+        w2_input_scale: float32 ``[1]`` or None, like w13_input_scale, but for the input of the down projection.
         w13_weight_global_scale: float32 ``[experts]``, a factor of each expert's weights in nvfp4, or None. If a checkpoint has
             different global scales for gate and up, its weights must be requantised.
         w2_weight_global_scale: like w13_weight_global_scale, for w2.

@@ -28,7 +28,9 @@ class Abilities(NamedTuple):
     """Capabilities of a device that decide how kernels convert narrow formats.
 
     Attributes:
-        native: whether the device converts float32 to and from e4m3fn and e5m2 in hardware, as specified.
+        native: whether kernels use Triton's casts from float32 to e4m3fn and e5m2, and from e4m3fn to float32. True on NVIDIA from
+            compute capability 8.9 on, where the hardware rounds and saturates as `encode_fp8` states. Otherwise kernels convert
+            with integer arithmetic.
         bfloat16_pairs: whether the device has packed bf16x2 arithmetic, for `pack_scaled_e2m1`.
         interpreted: whether kernels run in Triton's interpreter, which rounds twice in ``tl.fma`` and does not round to bfloat16.
     """

@@ -60,9 +60,9 @@ def store_quantised(values, row, first, rows, columns, codes, scales, given, FOR
 
     With one scale per row, the tile must hold whole rows. If scales are packed or in tiles of 128x4, the tile's columns must be a
     multiple of four groups. Padding scales are zero-filled.
-    ``values``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype that is quantised, 0 outside the matrix. ``row``, ``first``: the
-    tile's first row and column within ``rows`` and ``columns``; ``first`` is a multiple of a group. ``given``: the scale that the
-    caller passes, or the global scale of nvfp4.
+    ``values``: float32 ``[ROWS, COLUMNS]``. The caller has already rounded them to the dtype of its input x (for example bfloat16),
+    and has set elements outside the matrix to 0. ``row``, ``first``: the tile's first row and column within ``rows`` and
+    ``columns``; ``first`` is a multiple of a group. ``given``: the scale that the caller passes, or the global scale of nvfp4.
     """
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]

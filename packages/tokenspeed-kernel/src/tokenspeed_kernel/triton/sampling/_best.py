@@ -16,7 +16,8 @@ _BLOCK = 512
 
 
 def write_best(logits: Tensor, tokens: Tensor, values: Tensor | None = None, first_token: int = 0) -> None:
-    """Writes the token with the largest logit of each row, plus ``first_token``, to ``tokens``, and the logit to ``values``.
+    """Finds the largest logit of each row. Writes its index in the row plus ``first_token`` (the token id of column 0) to
+    ``tokens``, and the logit to ``values`` unless that is None.
 
     Rows of one span take one launch, longer rows two launches.
     """

@@ -122,8 +122,9 @@ def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: s
 
 
 def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
-    """Sets the operator's integer options to 0, -1 and the limits of 32 and 64 bits. The results must be correct, or the operator
-    must reject the call.
+    """Sets each integer option of the operator to -1, 0, the largest int32 (for `unlimited` options, the largest value that is
+    still a limit, 2^30 - 1), the largest int64, and one more than that. The results must be correct, or the operator must reject
+    the call.
     """
     op = space.op
     options = [parameter for parameter in op.parameters if parameter.kind is Kind.VALUE and int in parameter.types]

@@ -43,7 +43,7 @@ class Inputs:
         return cls(op, one, op.prepared(other, spec))
 
     def plain_tensors(self) -> dict[str, Tensor]:
-        """Returns the tensor arguments whose shape and dtype preparation leaves unchanged.
+        """Returns the plain tensor arguments that have the same shape and dtype after preparation.
 
         Tensors inside objects are left out: they are model weights, which stay constant.
         """
@@ -64,8 +64,8 @@ class Inputs:
 def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]:
     """Returns other valid tensor inputs for a captured call, with the same shapes and the same host values.
 
-    Inputs made with another seed are used if they have the same shapes and host values. The operator's ``vary`` hook then changes
-    further values.
+    Inputs made with another seed are used if they have the same shapes and host values. The operator's ``vary`` hook may then
+    change them further. If it changes an argument that `Inputs.plain_tensors` leaves out, all its changes are dropped.
     """
     op, mine, theirs = inputs.op, inputs.plain_tensors(), drawn.plain_tensors()
     on_host = [p.name for p in op.parameters if p.kind in (Kind.VALUE, Kind.HINT) and not isinstance(inputs.plain[p.name], Tensor)]
