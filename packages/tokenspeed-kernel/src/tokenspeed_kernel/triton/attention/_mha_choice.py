@@ -21,13 +21,14 @@ class Choices(NamedTuple):
     """Tiles by the columns of a head's key or value, whichever is wider: up to 64 (``narrow``), 128 (``wide``) and 256
     (``widest``).
 
-    ``wide_fp8``: the tiles for fp8 keys of up to 128 columns, if they differ.
+    ``wide_fp8``, ``widest_fp8``: the tiles for fp8 keys of up to 128 and 256 columns, if they differ.
     """
 
     narrow: Tiles
     wide: Tiles
     widest: Tiles
     wide_fp8: Tiles | None = None
+    widest_fp8: Tiles | None = None
 
 
 _CHOICES = {
@@ -50,7 +51,13 @@ _CHOICES = {
         wide=Tiles(128, 64, 8, 3, "apart", descriptors=True),
         widest=Tiles(64, 32, 8, 2),
     ),
-    "amd": Choices(narrow=Tiles(128, 64, 4, 2), wide=Tiles(128, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
+    "amd": Choices(
+        narrow=Tiles(128, 64, 4, 2),
+        wide=Tiles(128, 64, 8, 2),
+        widest=Tiles(64, 32, 8, 2),
+        # With Triton 3.9, tiles of 64 x 32 spill 84 bytes per thread on gfx950.
+        widest_fp8=Tiles(32, 32, 8, 2),
+    ),
     "any": Choices(narrow=Tiles(64, 64, 4, 2), wide=Tiles(64, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
 }
 # The tile of `_mha_band`. 16 sequences of 8192 tokens with a window of 128 take 1.37 ms, or 1.8 ms with a loop over blocks of 32
@@ -73,7 +80,7 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
     if rows <= 32 and choices is not _CHOICES["sm_90"]:  # on sm_90, a smaller tile costs as much as 64 rows, WGMMA's M
         return Tiles(16 if rows <= 16 else 32, 64 if widest <= 128 else 32, 4, 2)
     if widest > 128:
-        return choices.widest
+        return choices.widest_fp8 if call.k.dtype in FP8 and choices.widest_fp8 is not None else choices.widest
     if widest <= 64:
         return choices.narrow
     if call.k.dtype in FP8 and choices.wide_fp8 is not None and rows > 64:
