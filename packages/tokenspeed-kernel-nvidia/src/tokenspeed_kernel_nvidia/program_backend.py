@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tokenspeed_kernel_nvidia._programs import Program
+from typing import Any
 
 Launch = Callable[..., Any]
 """A compiled program: a function of tensors and scalars that launches the kernel."""
@@ -33,8 +30,13 @@ class Backend:
         """
         return build("")
 
-    def load(self, program: Program[Any], config: Any) -> Launch:
-        """Returns a program for a configuration, from a pack, from the cache, or compiled now."""
+    def load(self, program: Any, config: Any) -> Launch:
+        """Returns a program for a configuration, from a pack, from the cache, or compiled now.
+
+        Args:
+            program: the `_programs.Program`.
+            config: its configuration.
+        """
         return self.launcher(program.cached(config))
 
     def launcher(self, launch: Launch) -> Launch:
