@@ -119,7 +119,7 @@ def test_what_is_not_served(specs: dict[str, KernelSpec]) -> None:
     assert torch.equal(out, wanted)
 
 
-def test_it_comes_before_the_portable_kernel(specs: dict[str, KernelSpec]) -> None:
+def test_it_comes_after_the_portable_kernel(specs: dict[str, KernelSpec]) -> None:
     assert Priority.COMPOSED < specs[NAME].priority < Priority.PORTABLE
 
 
