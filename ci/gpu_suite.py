@@ -43,8 +43,8 @@ SLOWEST = 12  # number of slowest files in the record
 # Programs that take up to a minute to compile. Several processes compile these programs before the tests. Otherwise tests would
 # wait for one another's compilations.
 SLOW_PROGRAMS = ("moe.grouped.launch.gemm_program",)
-# How the names of tests begin that may take minutes. Each worker starts with some of these tests, and with some of those that were
-# slow in the last record, longest first. Otherwise a slow test may begin when all other tests are done.
+# Tests whose names begin so may take minutes. Each worker starts with some of these tests and of the tests that were slow in the
+# last record, longest first. Otherwise a slow test may begin when all other tests are done.
 SLOW_TESTS = ("test_the_kit_finds_nothing", "test_a_configuration_is_right", "test_a_gpu_runs_from_a_pack")
 SLOW_VARIABLE = "GPU_SUITE_SLOW"  # this environment variable passes the last record's slow tests to the workers, as JSON
 GRACE_S = 30  # seconds that running tests have after the time limit to finish

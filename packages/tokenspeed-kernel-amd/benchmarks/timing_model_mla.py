@@ -8,8 +8,6 @@ counts, as for `timing_model`. The output of the last sequence is compared with 
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -17,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing_model import README, metadata_of, predicted, publish, total
+from timing_cases import SIDES, options_of, report_of
+from timing_model import README, predicted, publish, total
 
 MARKS = ("<!-- predicted times of MLA -->", "<!-- end of MLA -->")
 RANK, ROPE, PAGE_SIZE, SOFTMAX_SCALE = 512, 64, 64, 0.1352
@@ -94,7 +93,6 @@ CASES = [
     Case(4, 2048, 64, bar_us=9.0),
     Case(4, 2048, 128, bar_us=19.0),
 ]
-SIDES = {"ours": "gluon", "portable": "triton"}
 
 
 def check(case: Case, inputs: dict[str, Any], out: torch.Tensor) -> float:
@@ -110,7 +108,7 @@ def check(case: Case, inputs: dict[str, Any], out: torch.Tensor) -> float:
     return error
 
 
-def measure(case: Case, solution: str) -> dict[str, Any]:
+def measure(case: Case, side: str) -> dict[str, Any]:
     """Calls a kernel, checks its result, and predicts the times of its launches."""
     import tokenspeed_kernel as core
     from gfx950_emulator import emulated_gfx950
@@ -118,11 +116,11 @@ def measure(case: Case, solution: str) -> dict[str, Any]:
     inputs = case.inputs()
     start = time.perf_counter()
     with emulated_gfx950(counters=True, sanitize=False) as emulator:
-        out = core.mla_decode_with_kvcache(**inputs, solution=solution)
+        out = core.mla_decode_with_kvcache(**inputs, solution=SIDES[side])
     error = check(case, inputs, out)
     launches = list(map(predicted, emulator.launches))
     found = {**total(launches), "relative_error": error, "launches": launches}
-    print(f"{solution}: {case.name}: {found['us']:.2f} us ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
+    print(f"{side}: {case.name}: {found['us']:.2f} us ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
     return found
 
 
@@ -143,18 +141,8 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="where to write the report, JSON")
-    parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
-    parser.add_argument("--only", default="", help="cases whose name matches this regular expression")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    rows = []
-    for case in CASES:
-        if re.search(options.only, case.name):
-            sides = {side: measure(case, solution) for side, solution in SIDES.items()}
-            rows.append({"case": case.name, "bar_us": case.bar_us, "floor_us": case.floor_us, **sides})
-    report = {"metadata": metadata_of(Path(__file__), None), "assumptions": ASSUMPTIONS, "rows": rows}
+    options = options_of(__doc__, arguments)
+    report = report_of(Path(__file__), CASES, options.only, measure, ASSUMPTIONS)
     publish(report, table(report), options, README, MARKS)
 
 

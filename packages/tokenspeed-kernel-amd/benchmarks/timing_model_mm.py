@@ -10,8 +10,6 @@ copies of itself as fit on a CU and as the CU has. The outputs are compared with
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -20,10 +18,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from timing_model import README, metadata_of, predicted, publish, total
+from timing_cases import SIDES, options_of, report_of
+from timing_model import README, predicted, publish, total
 
 MARKS = ("<!-- predicted times of GEMM -->", "<!-- end of GEMM -->")
-SIDES = {"ours": "gluon", "portable": "triton"}
 SAMPLED = 5  # tiles along each axis of a sample: large enough that most loads hit L2, as in the whole call
 ERROR = 3e-3  # limit of the relative error of the bfloat16 output
 
@@ -185,18 +183,8 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="where to write the report, JSON")
-    parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
-    parser.add_argument("--only", default="", help="cases whose name matches this regular expression")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    rows = []
-    for case in CASES:
-        if re.search(options.only, case.name):
-            sides = {side: measure(case, side) for side in SIDES}
-            rows.append({"case": case.name, "bar_us": case.bar_us, "floor_us": case.floor_us, **sides})
-    report = {"metadata": metadata_of(Path(__file__), None), "assumptions": ASSUMPTIONS, "rows": rows}
+    options = options_of(__doc__, arguments)
+    report = report_of(Path(__file__), CASES, options.only, measure, ASSUMPTIONS)
     publish(report, table(report), options, README, MARKS)
 
 

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel import LinearWeights, linear, quantize_mxfp4, quantize_mxfp8
-from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
-from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_amd import mm
 from tokenspeed_kernel_amd.gfx950.gemm import mm as launcher
 from tokenspeed_kernel_base.cases import Case, Draw
@@ -20,10 +18,8 @@ from tokenspeed_kernel_base.explanation import NoKernelFoundError
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8, micro
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
-from tokenspeed_kernel_base.registry import KernelRegistry, register_package
-from tokenspeed_kernel_base.spec import KernelSpec
 
-from .paging import spills
+from .paging import check_case, kernel_of, spills
 
 ERROR = 1e-6  # relative error of a float32 result: dot products are accumulated in float32
 FORMATS = ("mxfp8", "mxfp4")
@@ -52,13 +48,6 @@ def compute_units(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns a function that makes the launcher choose tiles as for a device with this many CUs."""
     return lambda count: monkeypatch.setattr(launcher, "current_compute_units", lambda: count)
 
-
-def kernel(name: str) -> KernelSpec:
-    register_package("tokenspeed_kernel_amd")
-    return KernelRegistry.get().get_by_name(name)
-
-
-# -- tiles and splits ----------------------------------------------------------------------------------------------------------
 
 # Tiles of a call: m, k, n, number of CUs, tile, number of splits. Sizes end within tiles and within blocks of k.
 TILES = [
@@ -202,21 +191,13 @@ def test_linear_takes_two_launches(emulator: Any, activation_dtype: str) -> None
     ],
 )
 def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
-    spec = kernel("gluon_mm_mx" if "mxfp" in case.name else "gluon_mm_fp8")
-    if case.large and gfx950.type == "cpu":
-        pytest.skip("is sized for a GPU")
-    op = get_operator("gemm.mm")
-    refused = refusal(op, spec, op.complete(case.build(gfx950)))
-    if refused is not None:
-        pytest.skip(f"the kernel does not declare it: {refused}")
-    result = verify_case(spec, case, gfx950)
-    assert result.status is Status.PASSED, f"{result.reason}\n{result.traceback}"
+    check_case(gfx950, "mm_mx" if "mxfp" in case.name else "mm_fp8", case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gluon_mm_mx", "gluon_mm_fp8"])
+@pytest.mark.parametrize("name", ["mm_mx", "mm_fp8"])
 def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
-    findings = conform(kernel(name), gfx950, Options(shrink_seconds=0))
+    findings = conform(kernel_of(name), gfx950, Options(shrink_seconds=0))
     assert_none_wrong(findings)
     assert {"values", "strides", "bounds"} <= {finding.check for finding in findings if finding.status == "passed"}
 

@@ -1,5 +1,5 @@
-"""Tests every kind of MoE layer. This package supports some layers, which run if there is a device. The portable kernel runs
-others. No kernel supports the rest.
+"""Tests which kernel is selected for every kind of MoE layer: this package's kernel, the portable kernel, or none. On a device, the
+layers that this package supports are also run.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def test_a_scale_that_is_nan_makes_its_row_nan_alone() -> None:
 
 
 def most_allocated(function: Callable[[], Any]) -> tuple[int, Any]:
-    """Calls a function. Returns the peak size of its CPU tensors in bytes, and its result."""
+    """Calls a function. Returns the largest number of bytes that CPU tensors had at one time, and the function's result."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = function()
     events = sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns())

@@ -214,7 +214,7 @@ def capture(
 
     Exit status: 0, or 2 if an option is wrong or the file cannot be written.
     """
-    # Only this command needs PyTorch's fake tensors, whose import takes a second.
+    # Imported here, because no other command needs the module.
     from gpt_oss.shapes_only import capture_calls
 
     sizes = (pages, page_size, prefill_tokens, max_sequences, max_positions)

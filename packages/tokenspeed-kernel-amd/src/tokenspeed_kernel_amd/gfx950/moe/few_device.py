@@ -334,8 +334,8 @@ def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swi
 
 @gluon.jit
 def add_pairs_exactly(gate, up, own, operands, token, k, inexact, shape: gl.constexpr):
-    """If ``inexact``, adds the exact passes of the given tokens to the accumulators ``gate`` and ``up``. ``token``: int32
-    [rows]."""
+    """Adds the exact passes of some tokens to the accumulators ``gate`` and ``up``. Does nothing unless ``inexact`` is set.
+    ``token``: int32 [rows], the index of each row's token."""
     if inexact:
         repeated = by_column(token, shape.rows, source_layout(gl.num_warps()))
         source = Source(operands.x, repeated.to(gl.int64) * operands.x_stride, repeated * 0 + k)
