@@ -71,10 +71,9 @@ class WarpMainloop(Shapes):
         for sums in acc:
             sums.fill(0.0)
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-        # ldmatrix addresses: a lane addresses a row (eight elements of a column) of one of four 8 x 8 matrices. These matrices are
-        # the first or second eight columns by the first or second eight elements of k. The 16-byte chunks of a column are permuted
-        # by the column index modulo 8. If `width` is an odd multiple of 8, the last eight columns are loaded as four matrices along
-        # k.
+        # ldmatrix loads four 8 x 8 matrices, which together are 16 columns by 16 elements of k. A lane gives the address of one row
+        # of a matrix: of eight elements along k of one column. The 16-byte chunks of a column are permuted by the column index
+        # modulo 8. If `width` is an odd multiple of 8, the last eight columns are loaded as four matrices along k.
         column = storage.columns.data_ptr().toint() + (lane // 16 * 8 + lane % 8) * COLUMN_BYTES
         chunk16 = (lane // 8 % 2 ^ lane % 8) * 16
         odd_column = storage.columns.data_ptr().toint() + (width - 8 + lane % 8) * COLUMN_BYTES
