@@ -6,8 +6,8 @@ uninitialised values.
 
     python ci/compile_triton.py --arch sm_90 --arch gfx950 --kernel decode
 
-With ``--seconds`` the script stops early. It begins with the kernels whose sources recent commits changed. The other kernels follow
-in an order that differs from commit to commit.
+``--changed`` leaves out what ``ci/compiled.json`` records: pairs of architecture and kernel that compiled whole with the same
+sources and the same Triton. ``--record`` adds the pairs that this run compiled whole to the record. ``--seconds`` sets a limit.
 
 The exit status is 1 in these cases: a kernel does not compile, or needs too much shared memory; operands of a wgmma may be
 overwritten while the wgmma is in flight; ptxas serialised wgmma instructions; machine code reads uninitialised registers; a kernel
@@ -23,31 +23,28 @@ import json
 import math
 import multiprocessing
 import os
-import random
 import re
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import compile_order
+import compile_record
 import machine_code
+from compile_record import Job
 
 # The largest shared memory per CTA, in bytes, by architecture.
 ARCHITECTURES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
 ALLOWANCES = Path(__file__).with_name("spill_allowances.toml")
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = "packages/tokenspeed-kernel/src"
 SOLUTION = "triton"
-_Job = tuple[str, str]  # architecture, kernel
 # The fields of a work item: architecture; kernel; whether large cases are left out; the folder for generated code, or None; a
-# pattern of case names; the time at which to stop; the seed for the order of cases.
-_Work = tuple[str, str, bool, "Path | None", str, float, str]
+# pattern of case names; the time at which to stop.
+_Work = tuple[str, str, bool, "Path | None", str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,23 +90,26 @@ class Failure:
 
 def main() -> int:
     options = _parse()
+    if options.record and (options.small or options.case):
+        raise SystemExit("--record needs all cases, so it excludes --small and --case")
     jobs = [(arch, kernel) for kernel in _kernels(options.kernel) for arch in options.arch or ARCHITECTURES]
+    digests = {kernel: compile_record.digest(_sources(kernel), ROOT) for kernel in {kernel for _, kernel in jobs}}
+    recorded = compile_record.read(compile_record.RECORD, _compiler())
+    if options.changed:
+        jobs = compile_record.changed(jobs, digests, recorded)
+        if not jobs:
+            print(f"No kernel has changed since {compile_record.RECORD.name} was written ({_compiler()}).")
+            return 0
     compiled: list[Compiled] = []
     failures: list[Failure] = []
-    whole: set[_Job] = set()
-    recent: set[str] = set()
+    whole: set[Job] = set()
     began = time.monotonic()
     end = began + options.seconds
-    seed = compile_order.seed(ROOT)
-    if math.isfinite(end):
-        sources, changed = _sources({kernel for _, kernel in jobs}), compile_order.changed_files(ROOT, SOURCES)
-        recent = {kernel for kernel, files in sources.items() if files & changed}
-        jobs = ordered(jobs, sources, changed, seed)
     # Each pair of kernel and architecture is compiled in its own process, because Triton keeps state per process, and the end of a
     # process releases its memory.
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
         idle = threading.Semaphore(options.jobs)
-        work = ((arch, kernel, options.small, options.dump, options.case, end, seed) for arch, kernel in jobs)
+        work = ((arch, kernel, options.small, options.dump, options.case, end) for arch, kernel in jobs)
         for job, done, missed, complete in pool.imap_unordered(_compile, _until(end, idle, work)):
             idle.release()
             compiled += done
@@ -120,8 +120,11 @@ def main() -> int:
     excess = _beyond_allowance(compiled)
     for failure in sorted(failures, key=lambda f: (f.kernel, f.arch, f.case)):
         print(f"FAILED {failure.kernel} for {failure.arch}, case {failure.case!r}: {failure.error}")
-    for line in excess:
-        print(f"SPILLS {line}")
+    for row in excess:
+        print(
+            f"SPILLS {row.function} ({row.kernel}) on {row.arch}: {row.spilled_bytes} bytes a thread, more than {ALLOWANCES.name} "
+            f"allows, {row.configuration}, case {row.case!r}"
+        )
     if options.json:
         rows = {"versions": _versions(), "compiled": [dataclasses.asdict(c) for c in compiled]}
         options.json.write_text(json.dumps({**rows, "failures": [dataclasses.asdict(f) for f in failures]}, indent=1))
@@ -130,13 +133,17 @@ def main() -> int:
         f"{len(compiled)} device functions of {kernels} kernels, {len(failures)} failures, {len(excess)} beyond their spill "
         f"allowance, in {time.monotonic() - began:.0f} s ({_versions()})"
     )
-    left = [kernel for arch, kernel in jobs if (arch, kernel) not in whole]
+    left = [job for job in jobs if job not in whole]
     if left:
-        print(
-            f"The time limit left out {len(left)} of {len(jobs)} pairs of architecture and kernel. Recent commits changed "
-            f"{len(recent)} kernels; {len(recent - set(left))} of these were compiled for all of the architectures."
-        )
-    return 1 if failures or excess or not compiled else 0
+        print(f"Not compiled whole: {len(left)} of {len(jobs)} pairs of architecture and kernel.")
+    if options.record:
+        faulty = {(row.arch, row.kernel) for row in (*failures, *excess)}
+        known = set(_kernels(""))
+        kept = {(arch, kernel): found for (arch, kernel), found in recorded.items() if kernel in known}
+        kept |= {(arch, kernel): digests[kernel] for arch, kernel in whole - faulty}
+        compile_record.write(compile_record.RECORD, _compiler(), kept)
+    nothing = not compiled and not whole
+    return 1 if failures or excess or nothing else 0
 
 
 def _parse() -> argparse.Namespace:
@@ -146,6 +153,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--case", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--small", action="store_true", help="leave the large cases out")
     parser.add_argument("--every", action="store_true", help="print every configuration, not one line a function and architecture")
+    parser.add_argument("--changed", action="store_true", help="leave out what ci/compiled.json records")
+    parser.add_argument("--record", action="store_true", help="add what compiled whole, without a failure, to ci/compiled.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further compilation after this time")
     parser.add_argument("--json", type=Path, help="where to write every row")
@@ -153,23 +162,12 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ordered(jobs: Sequence[_Job], sources: Mapping[str, frozenset[Path]], changed: Set[Path], seed: str) -> list[_Job]:
-    """Returns the (architecture, kernel) pairs in the order in which to compile them under a time limit.
-
-    Kernels with changed source files come first: the fewer kernels use a changed file, the earlier they come. All other kernels
-    follow in random order.
-    """
-    users = Counter(path for files in sources.values() for path in files & changed)
-    rank = {kernel: min(users[path] for path in files & changed) for kernel, files in sources.items() if files & changed}
-    return sorted(random.Random(seed).sample(jobs, len(jobs)), key=lambda job: rank.get(job[1], len(sources) + 1))
-
-
-def _sources(kernels: Iterable[str]) -> dict[str, frozenset[Path]]:
-    """Returns the source files of each kernel: its launcher, its device code, and the modules that these import."""
+def _sources(kernel: str) -> list[Path]:
+    """Returns the source files of a kernel: its launcher, its device code, its operator, and the modules that these import."""
     from tokenspeed_kernel.workbench.tuned import source_files
     from tokenspeed_kernel_base.registry import KernelRegistry
 
-    return {kernel: frozenset(source_files(KernelRegistry.get().module_of(kernel)).values()) for kernel in kernels}
+    return list(source_files(KernelRegistry.get().module_of(kernel)).values())
 
 
 def _until(end: float, idle: threading.Semaphore, work: Iterator[_Work]) -> Iterator[_Work]:
@@ -181,11 +179,16 @@ def _until(end: float, idle: threading.Semaphore, work: Iterator[_Work]) -> Iter
         yield item
 
 
-def _versions() -> str:
-    import torch
+def _compiler() -> str:
     import triton
 
-    return f"triton {triton.__version__}, torch {torch.__version__}"
+    return f"triton {triton.__version__}"
+
+
+def _versions() -> str:
+    import torch
+
+    return f"{_compiler()}, torch {torch.__version__}"
 
 
 def _kernels(pattern: str) -> list[str]:
@@ -203,11 +206,11 @@ def _kernels(pattern: str) -> list[str]:
 # -- one kernel on one architecture ------------------------------------------------------------------------------------------------
 
 
-def _compile(work: _Work) -> tuple[_Job, list[Compiled], list[Failure], bool]:
+def _compile(work: _Work) -> tuple[Job, list[Compiled], list[Failure], bool]:
     """Compiles one kernel for one architecture. Returns this pair, the device functions, the failures, and whether all cases were
     compiled.
     """
-    arch, kernel, small, dump, pattern, end, seed = work
+    arch, kernel, small, dump, pattern, end = work
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the current default; Triton 3.9 warns that 3.10 will change it
     import tokenspeed_kernel  # noqa: F401  (declares the kernels)
@@ -225,9 +228,7 @@ def _compile(work: _Work) -> tuple[_Job, list[Compiled], list[Failure], bool]:
     failures = []
     with use_platform(platform), recorder.in_place_of_the_driver():
         op = get_operator(spec.operator)
-        cases = op.all_cases()
-        # The order differs from commit to commit, so if the time limit ends jobs early, other commits compile other cases.
-        for case in random.Random(seed).sample(cases, len(cases)):
+        for case in op.all_cases():
             if (small and case.large) or not re.search(pattern, case.name):
                 continue
             if time.monotonic() > end:
@@ -426,9 +427,9 @@ def _print(compiled: Sequence[Compiled], *, every: bool) -> None:
         )
 
 
-def _beyond_allowance(compiled: Sequence[Compiled]) -> list[str]:
-    """Returns one line for each function that spills more bytes than ``ci/spill_allowances.toml`` allows. This file has one
-    ``[function]`` table for each function, with items ``arch = bytes``.
+def _beyond_allowance(compiled: Sequence[Compiled]) -> list[Compiled]:
+    """Returns the functions that spill more bytes than ``ci/spill_allowances.toml`` allows. This file has one ``[function]`` table
+    for each function, with items ``arch = bytes``.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -436,12 +437,7 @@ def _beyond_allowance(compiled: Sequence[Compiled]) -> list[str]:
         import tomli as tomllib
 
     allowed = tomllib.loads(ALLOWANCES.read_text())
-    return [
-        f"{row.function} ({row.kernel}) on {row.arch}: {row.spilled_bytes} bytes a thread, {limit} allowed, {row.configuration}, "
-        f"case {row.case!r}"
-        for row in compiled
-        if row.spilled_bytes > (limit := allowed.get(row.function, {}).get(row.arch, 0))
-    ]
+    return [row for row in compiled if row.spilled_bytes > allowed.get(row.function, {}).get(row.arch, 0)]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""Records which kernels the current sources are known to compile, so that CI compiles only kernels that have changed since.
+
+``ci/compiled.json`` stores a digest of the sources of each pair of architecture and kernel that compiled whole, without a failure.
+A pair has changed if its digest differs from the recorded one, or if another compiler is installed. Comments and docstrings
+change no digest.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+RECORD = Path(__file__).with_name("compiled.json")
+_DIGITS = 16
+Job = tuple[str, str]  # architecture, kernel
+
+
+def digest(files: Iterable[Path], root: Path) -> str:
+    """Returns a digest of the code of Python files, without comments and docstrings. The order of the files is ignored."""
+    code = "".join(f"{path.relative_to(root).as_posix()}\n{_code(path.read_text())}\n" for path in sorted(set(files)))
+    return hashlib.sha256(code.encode()).hexdigest()[:_DIGITS]
+
+
+def read(path: Path, versions: str) -> dict[Job, str]:
+    """Returns the recorded digests; none if there is no record, or if the record is of another compiler."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if record.get("versions") != versions:
+        return {}
+    return {(arch, kernel): found for kernel, archs in record["compiled"].items() for arch, found in archs.items()}
+
+
+def write(path: Path, versions: str, digests: Mapping[Job, str]) -> None:
+    compiled: dict[str, dict[str, str]] = {}
+    for (arch, kernel), found in sorted(digests.items(), key=lambda item: (item[0][1], item[0][0])):
+        compiled.setdefault(kernel, {})[arch] = found
+    path.write_text(json.dumps({"versions": versions, "compiled": compiled}, indent=1) + "\n")
+
+
+def changed(jobs: Sequence[Job], digests: Mapping[str, str], recorded: Mapping[Job, str]) -> list[Job]:
+    """Returns the pairs whose kernel differs from the record.
+
+    Args:
+        jobs: the pairs to compile.
+        digests: the digest of each kernel's current sources.
+        recorded: the result of `read`.
+    """
+    return [(arch, kernel) for arch, kernel in jobs if recorded.get((arch, kernel)) != digests[kernel]]
+
+
+def _code(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            node.value.value = ""
+    return ast.unparse(tree)
