@@ -98,6 +98,7 @@ class Suite:
     """
 
     session: pytest.Session | None = None
+    collected: int | None = None  # number of the part's tests
 
     def __init__(self, part: str, seconds: float, full: Path | None, save: Callable[[], None]) -> None:
         self.part, self.full = part, full
@@ -108,7 +109,6 @@ class Suite:
         self.outcomes, self.reasons = collections.Counter[str](), collections.Counter[str]()
         self.durations: dict[str, float] = collections.defaultdict(float)
         self.failures: list[str] = []
-        self.stopped = False
         if full is not None:
             full.write_text("")
 
@@ -137,23 +137,27 @@ class Suite:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.running.pop(nodeid, None)
         if time.monotonic() > self.deadline and self.session is not None:
-            self.stopped = True
             self.session.shouldstop = "the time limit of the part"
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self.session = session
         threading.Thread(target=self._end_what_hangs, daemon=True).start()
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.collected = session.testscollected
         self._ended.set()
 
     def _end_what_hangs(self) -> None:
         """Waits for the end of the session until `GRACE_S` after the deadline. Then ends the process if tests still run."""
         if not self._ended.wait(self.deadline + GRACE_S - time.monotonic()):
-            self.stopped = True
             self._save()
             print(f"ended while these tests ran: {', '.join(self.running)}", flush=True)
             os._exit(1)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tests of the part have run. The last tests may end after the time limit."""
+        return self.collected is not None and len(self.durations) >= self.collected
 
     def result(self, command: str) -> dict[str, Any]:
         """Returns the part's outcomes, as an item of the record."""
@@ -163,7 +167,7 @@ class Suite:
         return {
             "part": self.part,
             "command": command,
-            "complete": not self.stopped,
+            "complete": self.complete,
             "seconds": round(time.monotonic() - self.started),
             "tests": dict(sorted(self.outcomes.items())),
             "failures": sorted(self.failures),
@@ -260,7 +264,7 @@ def main() -> int:
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
         return int(status)
     save()
-    print(json.dumps(dict(suite.outcomes)), "stopped at the time limit" if suite.stopped else "complete")
+    print(json.dumps(dict(suite.outcomes)), "complete" if suite.complete else "stopped at the time limit")
     return int(status)
 
 
