@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import tokenspeed_kernel as tk
+from tokenspeed_kernel_base import config, packs
 from tokenspeed_kernel_base.compilation import CompilationForbiddenError, compilations, compile_policy
+from tokenspeed_kernel_base.storage import StorageWarning
 
 triton = pytest.importorskip("triton")
 emulated_sm90 = pytest.importorskip("sm90_emulator").emulated_sm90
@@ -103,3 +105,20 @@ def test_a_cache_manager_that_was_set_before_is_used(emulated: None) -> None:
     assert len(compilations(begun)) == 1
     del triton.knobs.cache.manager_class
     install()
+
+
+def test_a_pack_of_another_build_of_triton_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two wheels of one Triton version, for two Python versions, have different cache keys. So programs of the other wheel would
+    never be found. The refusal must say why."""
+    from tokenspeed_kernel_base import triton_cache_device
+
+    made = triton_cache_device.toolchain()
+    (tmp_path / "triton" / "key").mkdir(parents=True)
+    (tmp_path / "triton" / "key" / "kernel.json").write_text("{}")
+    packs.write_manifest(tmp_path, {"distributions": {}, "toolchains": {"triton": made}})
+    monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", str(tmp_path))
+    config.reload_settings()
+    assert packs.find_folder("triton", "key", triton_cache_device.toolchain())
+    monkeypatch.setattr(triton_cache_device, "triton_key", lambda: "another wheel")
+    with pytest.warns(StorageWarning, match=r"made with triton .*build .*this is triton .*build"):
+        assert not packs.find_folder("triton", "key", triton_cache_device.toolchain())

@@ -8,11 +8,13 @@ before. `PolicyCache` announces each compilation of this project's kernels to `c
 from __future__ import annotations
 
 import functools
+import hashlib
+import sys
 from typing import Any
 
 from triton import __version__, knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
-from triton.runtime.cache import CacheManager, FileCacheManager
+from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from tokenspeed_kernel_base import compilation, packs
 
@@ -22,8 +24,18 @@ _delegate: Any = FileCacheManager
 
 
 def toolchain() -> list[str]:
-    """Returns Triton's version, and the environment variables that affect its compilations."""
-    return [f"triton {__version__}", *(f"{name}={value}" for name, value in sorted(get_cache_invalidating_env_vars().items()))]
+    """Returns everything but the kernel on which Triton's cache key depends.
+
+    This is Triton's version, a digest of its installed files, the version of ptxas, and the environment variables that affect
+    compilations. Wheels of one version for two versions of Python differ in their files, and thus in their cache keys.
+    """
+    build = hashlib.sha256(triton_key().encode()).hexdigest()[:12]
+    settings = sorted(get_cache_invalidating_env_vars().items())
+    return [
+        f"triton {__version__} (build {build}, {sys.implementation.cache_tag})",
+        f"ptxas {knobs.nvidia.ptxas.version}",
+        *(f"{name}={value}" for name, value in settings),
+    ]
 
 
 class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
