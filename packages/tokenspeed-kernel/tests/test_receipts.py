@@ -125,6 +125,23 @@ def test_windows_are_separate_rows() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("preset", "change", "windows"),
+    [
+        ("qwen3-8b", {"use_sliding_window": True, "sliding_window": 4096}, {-1: 28, 4095: 8}),
+        ("qwen3-8b", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 30}, {-1: 30, 4095: 6}),
+        ("qwen3-8b", {"use_sliding_window": False, "sliding_window": 4096}, {-1: 36}),
+        ("qwen3-8b", {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 36}, {-1: 36}),
+        ("qwen3-30b-a3b", {"use_sliding_window": True, "sliding_window": 4096}, {4095: 48}),
+        ("qwen3-30b-a3b", {"sliding_window": 4096}, {-1: 48}),
+        ("gpt-oss-20b", {"layer_types": None}, {-1: 12, 127: 12}),
+    ],
+)
+def test_windows_of_the_layers(preset: str, change: dict[str, Any], windows: dict[int, int]) -> None:
+    """The expected numbers are those of transformers' configurations and models."""
+    assert dict(model_of({**PRESETS[preset], **change}).windows) == windows
+
+
 # -- why not, and how long -----------------------------------------------------------------------------------------------------
 
 

@@ -205,16 +205,22 @@ _METHODS: Mapping[Any, tuple[str, ...]] = {
 def _windows(table: Mapping[str, Any], layers: int) -> Mapping[int, int]:
     """Returns, for each ``window_left`` of a model's attention layers, the number of layers with it; -1 is full attention.
 
-    A configuration of GPT-OSS without layer types alternates windowed and full layers. In other configurations without layer types,
-    all layers have full attention, also if ``sliding_window`` is set.
+    ``layer_types`` decides, if present. Otherwise the defaults are those of transformers: GPT-OSS alternates windowed and full
+    layers; in Qwen3 the layers from ``max_window_layers`` on are windowed, in Qwen3-MoE all layers. Qwen3 and Qwen3-MoE have no
+    window unless ``use_sliding_window`` is set. In Llama and DeepSeek-V3, all layers without a type have full attention.
     """
-    window = table.get("sliding_window")
-    kinds = table.get("layer_types")
-    if kinds is None and table["model_type"] == "gpt_oss":
-        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-    if kinds is None or not window:
+    kind, window, types = table["model_type"], table.get("sliding_window"), table.get("layer_types")
+    if not window or (kind in ("qwen3", "qwen3_moe") and not table.get("use_sliding_window", False)):
         return {-1: layers}
-    return Counter(window - 1 if kind == "sliding_attention" else -1 for kind in kinds[:layers])
+    if types is not None:
+        windowed = [each == "sliding_attention" for each in types[:layers]]
+    elif kind == "gpt_oss":
+        windowed = [layer % 2 == 0 for layer in range(layers)]
+    elif kind == "qwen3":
+        windowed = [layer >= table.get("max_window_layers", 28) for layer in range(layers)]
+    else:
+        windowed = [kind == "qwen3_moe"] * layers
+    return Counter(window - 1 if each else -1 for each in windowed)
 
 
 def _gpt_oss(table: Mapping[str, Any], size: Any, method: str | None) -> Experts:
