@@ -154,3 +154,13 @@ def test_tokens_are_mapped_to_their_sequences(batch: int, monkeypatch: pytest.Mo
         "cu_seqlens_q": torch.tensor([0, *q_lens]).cumsum(0).int(),
     }
     scores_agree({name: value.to(DEVICE) for name, value in arguments.items()})
+
+
+def test_tokens_without_a_sequence_are_left_alone() -> None:
+    """Offsets in device memory are not checked, so a captured batch that is all padding has tokens and no sequence."""
+    scores, lengths = torch.full((2, 3), 7.0, device=DEVICE), torch.full((2,), 7, dtype=torch.int32, device=DEVICE)
+    offsets = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    q, k, weights = (normal(*shape).to(DEVICE) for shape in ((2, 16, 16), (3, 16), (2, 16)))
+    indexer.write_scores(q, k, weights, None, offsets, offsets, None, scores, lengths)
+    assert bool((scores == 7).all())
+    assert bool((lengths == 7).all())

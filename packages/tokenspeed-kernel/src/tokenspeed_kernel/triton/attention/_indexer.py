@@ -103,7 +103,7 @@ def write_scores(
     lengths: Tensor,
 ) -> None:
     """Writes each token's score of each key, and the number of keys that each token sees. The score of a key that a token does not
-    see is -inf.
+    see is -inf. Without a sequence, nothing is written.
 
     Args:
         k, k_scale: index keys and their scales: paged, or contiguous if there is no page_table.
@@ -111,7 +111,7 @@ def write_scores(
     """
     (tokens, heads, head_dim), keys = q.shape, scores.shape[1]
     batch = len(seqlens_k) - (page_table is None)
-    if not tokens:
+    if not tokens or not batch:
         return
     native = q.dtype in FP8 and for_architecture(_MULTIPLIES_E4M3, q.device)
     # bfloat16 represents every fp8 value exactly. Triton's interpreter computes bfloat16 dots wrongly, so the interpreter gets
