@@ -54,8 +54,7 @@ static u32 copy_tile(Cta *cta, const TensorMap *map, const s32 *at, u32 shared, 
     u32 size = BYTES_OF_TYPE[map->type], row = map->box[0] * size;
     if (map->swizzle && row > 16u << map->swizzle) fail("a row of %u bytes in a tile that is swizzled by %u", row, 16u << map->swizzle);
     if (row % 16) fail("a row of %u bytes in a tile: no multiple of 16", row);
-    u32 alignment = map->swizzle ? 128u : 128u;
-    if (shared % alignment) fail("misaligned: a tile at shared address %#x, which must be a multiple of %u", shared, alignment);
+    if (shared % 128) fail("misaligned: a tile at shared address %#x, which must be a multiple of 128", shared);
     u32 rows = 1;
     for (u32 i = 1; i < map->rank; i++) rows *= (map->box[i] + map->steps[i] - 1) / map->steps[i];
     Cta *owner;
