@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors import schemes
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
 import tokenspeed_kernel_vllm
-from tokenspeed_kernel_vllm import linear_fp8
+from tokenspeed_kernel_vllm import linear_planned
 from tokenspeed_kernel_vllm.linear_fp8 import Fp8Linear
 
 IN, PARTS = 256, (128, 256)
@@ -148,7 +148,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns the log lines about layers that fall back to vLLM. vLLM's own method is kept from selecting a kernel, which needs a
     GPU."""
     said: list[str] = []
-    monkeypatch.setattr(linear_fp8.logger, "warning_once", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(linear_planned.logger, "warning_once", lambda text, *args: said.append(text % args))
     monkeypatch.setattr("vllm.model_executor.layers.quantization.fp8.init_fp8_linear_kernel", lambda **_: None)
     return said
 
@@ -173,7 +173,7 @@ def test_other_blocks_are_vllms(fp8: Any, own: list[str], monkeypatch: pytest.Mo
 
 
 def test_vllm_serves_what_no_kernel_does(fp8: Any, own: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_fp8, "core_is_there", lambda: False)
+    monkeypatch.setattr(linear_planned, "core_is_there", lambda: False)
     layer = make_layer("block", monkeypatch)
     assert layer.quant_method.plan is None
     assert layer.quant_method.own.fp8_linear is None  # set by `create_weights` of vLLM's method

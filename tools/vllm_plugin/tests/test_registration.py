@@ -31,6 +31,8 @@ def test_settings() -> None:
     assert read_settings({"TOKENSPEED_VLLM_RECEIPTS": "there"}) == Settings(receipts=Path("there"))
     assert read_settings({"TOKENSPEED_VLLM_ACTIVATIONS": "fp8"}) == Settings(activations="fp8")
     assert read_settings({"TOKENSPEED_VLLM_MLA": "1", "TOKENSPEED_VLLM_FP8_LINEAR": "1"}) == Settings(mla=True, fp8_linear=True)
+    fp4 = {"TOKENSPEED_VLLM_FP4_LINEAR": "1", "TOKENSPEED_VLLM_FP4_ACTIVATIONS": "1"}
+    assert read_settings(fp4) == Settings(fp4_linear=True, fp4_activations=True)
     with pytest.raises(ValueError, match=r"VLLM_ACTIVATIONS .* none, fp8, mxfp4, got 'fp4'"):
         read_settings({"TOKENSPEED_VLLM_ACTIVATIONS": "fp4"})
     with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERTS must be 1 or 0, got 'off'"):

@@ -34,7 +34,9 @@ def register_parts(settings: Settings) -> None:
         ("norms", core_is_there(), _register_norms),
         ("unquantised experts", settings.other_experts, _register_dense_experts),
         ("fp8 layers", settings.other_experts or settings.fp8_linear, _register_fp8),
-        ("fp8 linear layers of compressed-tensors", settings.fp8_linear and core_is_there(), _register_compressed_fp8),
+        ("linear layers of compressed-tensors", settings.fp8_linear or settings.fp4_linear, _register_compressed),
+        ("linear layers of ModelOpt", settings.fp4_linear, _register_modelopt),
+        ("linear layers of Quark", settings.fp4_linear, _register_quark),
     ]
     for name, wanted, add in parts:
         if not wanted:
@@ -118,9 +120,26 @@ def _register_fp8() -> None:
     register_quantization_config("fp8")(BlockFp8Config)
 
 
-def _register_compressed_fp8() -> None:
+def _register_compressed() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from tokenspeed_kernel_vllm.linear_fp8 import Fp8CompressedConfig
+    from tokenspeed_kernel_vllm.checkpoints.compressed_tensors import CompressedConfig
 
-    register_quantization_config("compressed-tensors")(Fp8CompressedConfig)
+    register_quantization_config("compressed-tensors")(CompressedConfig)
+
+
+def _register_modelopt() -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from tokenspeed_kernel_vllm.checkpoints.modelopt import ModelOptConfig, ModelOptMixedConfig
+
+    register_quantization_config("modelopt_fp4")(ModelOptConfig)
+    register_quantization_config("modelopt_mixed")(ModelOptMixedConfig)
+
+
+def _register_quark() -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from tokenspeed_kernel_vllm.checkpoints.quark import QuarkMxfp4Config
+
+    register_quantization_config("quark")(QuarkMxfp4Config)

@@ -12,7 +12,10 @@ from tokenspeed_kernel_base.installation import wrong_distributions
 
 PREFIX = "TOKENSPEED_VLLM_"
 CORE = "tokenspeed_kernel"  # the package that has all operators, which is called the core
-_NAMES = ("ATTENTION", "MLA", "EXPERTS", "OTHER_EXPERTS", "ACTIVATIONS", "LINEAR", "FP8_LINEAR", "PACKAGE", "WARMUP", "RECEIPTS")
+_NAMES = (
+    *("ATTENTION", "MLA", "EXPERTS", "OTHER_EXPERTS", "ACTIVATIONS", "LINEAR", "FP8_LINEAR", "FP4_LINEAR", "FP4_ACTIVATIONS"),
+    *("PACKAGE", "WARMUP", "RECEIPTS"),
+)
 _FLAGS = {"1": True, "0": False}
 # Formats to which experts can round activations without scales from the checkpoint.
 ACTIVATIONS = ("none", "fp8", "mxfp4")
@@ -40,6 +43,9 @@ class Settings:
             (``TOKENSPEED_VLLM_ACTIVATIONS``, ``none`` by default).
         linear: whether unquantised linear layers use the core's ``mm`` (``TOKENSPEED_VLLM_LINEAR``, 0 by default).
         fp8_linear: whether fp8 linear layers use the core's ``linear`` (``TOKENSPEED_VLLM_FP8_LINEAR``, 0 by default).
+        fp4_linear: whether MXFP4 and NVFP4 linear layers use the core's ``linear`` (``TOKENSPEED_VLLM_FP4_LINEAR``, 0 by default).
+        fp4_activations: whether these layers round activations to the checkpoint's format (``TOKENSPEED_VLLM_FP4_ACTIVATIONS``, 0
+            by default).
         package: the package whose attention functions are called (``TOKENSPEED_VLLM_PACKAGE``); None for the core if it is
             installed, otherwise the first vendor's wheel with an eligible kernel.
         warmup: whether kernels are warmed up in all sizes before the first request (``TOKENSPEED_VLLM_WARMUP``, 1 by default).
@@ -54,6 +60,8 @@ class Settings:
     activations: str = "none"
     linear: bool = False
     fp8_linear: bool = False
+    fp4_linear: bool = False
+    fp4_activations: bool = False
     package: str | None = None
     warmup: bool = True
     receipts: Path | None = None
@@ -89,6 +97,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         activations=activations,
         linear=flag("LINEAR", "0"),
         fp8_linear=flag("FP8_LINEAR", "0"),
+        fp4_linear=flag("FP4_LINEAR", "0"),
+        fp4_activations=flag("FP4_ACTIVATIONS", "0"),
         package=package,
         warmup=flag("WARMUP"),
         receipts=Path(folder) if (folder := env.get(PREFIX + "RECEIPTS")) else None,

@@ -10,15 +10,21 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
+from typing import Any
 
+import torch
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 
 from tokenspeed_kernel_base.compilation import compilations
 from tokenspeed_kernel_vllm.settings import CORE, core_is_there, read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
+
+# The plans whose kernels were warmed up in this process, each with the name of its layers.
+_warmed: set[tuple[str, Any]] = set()
 
 
 def sizes_up_to(most: int) -> Iterator[int]:
@@ -46,6 +52,23 @@ def warming(what: str) -> Iterator[None]:
     compiled, seconds = len(compilations(before)), time.perf_counter() - begun
     logger.info("tokenspeed_kernel_vllm: called %s in all sizes in %.2f s, %d programs compiled", what, seconds, compiled)
     write_receipt()
+
+
+def warm_once(what: str, plan: Any, device: torch.device, warm: Callable[[int], None]) -> None:
+    """Warms up a layer's kernels, unless a layer with the same plan was warmed up before, or the settings forbid it. Kernels for a
+    CPU need no warm-up.
+
+    Args:
+        what: the name of the layers, for the log.
+        plan: the core's plan of the layer's weights.
+        device: the layer's device.
+        warm: runs the layer in all sizes below the given number of tokens, which is vLLM's largest batch.
+    """
+    if device.type == "cpu" or (what, plan) in _warmed or not read_settings().warmup:
+        return
+    _warmed.add((what, plan))
+    with warming(what):
+        warm(get_current_vllm_config().scheduler_config.max_num_batched_tokens)
 
 
 def write_receipt() -> None:

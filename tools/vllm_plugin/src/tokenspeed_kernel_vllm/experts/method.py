@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, FusedMoEParallelConfig, FusedMoEQuantConfig
-from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+from vllm.model_executor.utils import set_weight_attrs
 
 from tokenspeed_kernel_vllm.experts.planning import find_routed, say_served
-from tokenspeed_kernel_vllm.settings import CORE, read_settings
-from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
+from tokenspeed_kernel_vllm.loading import release
+from tokenspeed_kernel_vllm.settings import CORE
+from tokenspeed_kernel_vllm.sizes import sizes_up_to, warm_once
 
 # Number of values that share a scale, and number of values per byte.
 BLOCK, PACKED = 32, 2
-# Plans of layers that were warmed up in this process.
-_warmed: set[Any] = set()
 
 
 class GptOssExperts(FusedMoEMethodBase):
@@ -91,10 +89,7 @@ class GptOssExperts(FusedMoEMethodBase):
         routed = find_routed(self.ops, self.plan, self.weights) if layer.expert_map is None else None
         self.routed = routed is not None
         say_served("MXFP4", self.plan, routed)
-        if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # no compilation on a CPU
-            _warmed.add(self.plan)
-            with warming("experts"):
-                self.warm(layer, get_current_vllm_config().scheduler_config.max_num_batched_tokens, device)
+        warm_once("experts", self.plan, device, lambda tokens: self.warm(layer, tokens, device))
 
     @torch.inference_mode()
     def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
@@ -150,10 +145,7 @@ def arrange(layer: Any, plan: Any, ops: Any, scale: str = "weight_scale") -> Any
     loaded = [getattr(layer, name, None) for name in names]
     given: list[Any] = [None if parameter is None else parameter.data for parameter in loaded]
     weights = ops.moe_apply.prepare(ops.MoEWeights(*given), plan)
-    kept = {value.untyped_storage().data_ptr() for value in vars(weights).values() if isinstance(value, Tensor)}
-    for name, tensor in zip(names, given, strict=True):
-        if tensor is not None and tensor.untyped_storage().data_ptr() not in kept:
-            replace_parameter(layer, name, tensor.new_empty(0))
+    release(layer, names, weights)
     return weights
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -23,14 +22,13 @@ from tokenspeed_kernel_vllm.experts.method import arrange, ids_of_rank
 from tokenspeed_kernel_vllm.experts.planning import find_plan, say_served
 from tokenspeed_kernel_vllm.linear_fp8 import fp8_linear
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
-from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
+from tokenspeed_kernel_vllm.sizes import sizes_up_to, warm_once
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 # Number of rows and of columns of a scale block.
 BLOCK = 128
 _SCALE = "weight_scale_inv"
-_warmed: set[Any] = set()
 
 
 class _Served:
@@ -46,10 +44,7 @@ class _Served:
         device = layer.w13_weight.device
         self.weights = arrange(layer, self.plan, self.ops, self.scale)
         say_served(f"{self.plan.weight_format} (TOKENSPEED_VLLM_OTHER_EXPERTS)", self.plan)
-        if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # no compilation on a CPU
-            _warmed.add(self.plan)
-            with warming("experts"):
-                self.warm(layer, get_current_vllm_config().scheduler_config.max_num_batched_tokens, device)
+        warm_once("experts", self.plan, device, lambda tokens: self.warm(layer, tokens, device))
 
     @torch.inference_mode()
     def warm(self, layer: Any, tokens: int, device: torch.device) -> None:

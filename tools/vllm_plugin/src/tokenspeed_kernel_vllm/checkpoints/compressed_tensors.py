@@ -1,0 +1,53 @@
+"""Checkpoints of the format ``compressed-tensors``: fp8, MXFP4 and NVFP4 linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+    CompressedTensorsLinearMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A4Fp4, CompressedTensorsW4A4Mxfp4
+
+from tokenspeed_kernel_vllm.linear_fp4 import BLOCKS, Stored, fp4_linear
+from tokenspeed_kernel_vllm.linear_fp8 import fp8_compressed
+
+
+class CompressedConfig(CompressedTensorsConfig):
+    """vLLM's configuration of compressed-tensors checkpoints."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Returns the quantisation method of a layer."""
+        own = super().get_quant_method(layer, prefix)
+        if type(own) is not CompressedTensorsLinearMethod:  # a layer of another kind, or with a transform
+            return own
+        scheme: Any = getattr(layer, "scheme", None)
+        stored = _stored(scheme, (self.get_scheme_dict(layer, prefix) or {}).get("input_activations"))
+        return fp8_compressed(own, prefix, scheme) if stored is None else fp4_linear(own, layer, prefix, stored)
+
+
+def _stored(scheme: Any, activations: Any) -> Stored | None:
+    """Returns how a layer is stored; None for formats other than MXFP4 and NVFP4.
+
+    Args:
+        scheme: vLLM's scheme of the layer.
+        activations: the checkpoint's ``QuantizationArgs`` of activations, or None.
+    """
+    if isinstance(scheme, CompressedTensorsW4A4Fp4):
+        return Stored(
+            "compressed-tensors",
+            "nvfp4",
+            "none" if scheme.use_a16 else "nvfp4",
+            weight="weight_packed",
+            global_scale="weight_global_scale",
+            input_scale="input_global_scale",
+            inverse=True,
+        )
+    if isinstance(scheme, CompressedTensorsW4A4Mxfp4):  # vLLM's scheme of MXFP4 weights with any activations
+        blocks = activations is not None and activations.type == "float" and activations.group_size == BLOCKS["mxfp4"]
+        rounded = {4: "mxfp4", 8: "mxfp8"}.get(activations.num_bits, "none") if blocks else "none"
+        return Stored("compressed-tensors", "mxfp4", rounded, weight="weight_packed")
+    return None
