@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: `nox -s sglang` installs it")
 pytest.importorskip("tokenspeed_kernel_sglang", reason="needs the plugin: `nox -s sglang` installs it")
 
+from batches import CONTEXT, SLOTS, change, make_batch, runner_of
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -22,7 +23,7 @@ from tokenspeed_kernel_sglang.attention import TokenspeedBackend
 from tokenspeed_kernel_sglang.serving import OPTIONS
 from tokenspeed_kernel_sglang.settings import Settings
 
-HEADS, KV_HEADS, DIM, CONTEXT, SLOTS = 4, 2, 32, 64, 256
+HEADS, KV_HEADS, DIM = 4, 2, 32
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -56,37 +57,7 @@ class Model(torch.nn.Module):
 
 
 def make_runner(page_size: int = 16, cache: torch.dtype = BF16, sinks: bool = True, cap: float = 0.0, shift: int = 0) -> Any:
-    # Each request has its own pages, in reversed order.
-    pages = torch.arange(SLOTS // page_size, 0, -1).view(4, -1)
-    slots = (pages.unsqueeze(2) * page_size + torch.arange(page_size)).flatten(1)
-    return SimpleNamespace(
-        model=Model(sinks, cap),
-        token_to_kv_pool=Pool(page_size, cache, shift),
-        req_to_token_pool=SimpleNamespace(req_to_token=slots[:, :CONTEXT].int()),
-        page_size=page_size,
-        dtype=BF16,
-        use_mla_backend=False,
-        model_config=SimpleNamespace(context_len=CONTEXT),
-        server_args=SimpleNamespace(**{name: off for name, (_, off) in OPTIONS.items()}),
-    )
-
-
-def make_batch(runner: Any, mode: ForwardMode, prefix: list[int], new: list[int], requests: list[int]) -> Any:
-    table = runner.req_to_token_pool.req_to_token
-    lengths = torch.tensor([a + b for a, b in zip(prefix, new, strict=True)])
-    spans = zip(requests, prefix, lengths.tolist(), strict=True)
-    return SimpleNamespace(
-        forward_mode=mode,
-        batch_size=len(new),
-        req_pool_indices=torch.tensor(requests),
-        seq_lens=lengths,
-        seq_lens_cpu=lengths,
-        extend_seq_lens=torch.tensor(new, dtype=torch.int32),
-        extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32),
-        extend_seq_lens_cpu=new,
-        out_cache_loc=torch.cat([table[request, begin:end] for request, begin, end in spans]).long(),
-        positions=torch.cat([torch.arange(a, a + b) for a, b in zip(prefix, new, strict=True)]),
-    )
+    return runner_of(Model(sinks, cap), Pool(page_size, cache, shift), page_size)
 
 
 class Requests:
@@ -230,16 +201,7 @@ def test_an_idle_batch_has_no_metadata() -> None:
     assert backend.forward_metadata is None
 
 
-def _change(runner: Any, where: str, value: Any) -> None:
-    owner, _, name = where.rpartition(".")
-    target = runner
-    for part in owner.split(".") if owner else ():
-        target = target[int(part)] if part.isdigit() else getattr(target, part)
-    setattr(target, name, value)
-
-
 REFUSED = {
-    "use_mla_backend": (True, "latent attention"),
     "server_args.speculative_algorithm": ("EAGLE", "speculative decoding"),
     "server_args.dcp_size": (2, "decode context parallelism"),
     "server_args.enable_prefill_cp": (True, "prefill context parallelism"),
@@ -260,10 +222,10 @@ REFUSED = {
 def test_refused_by_name_and_sglangs_own_serves(where: str) -> None:
     runner = make_runner()
     value, message = REFUSED[where]
-    _change(runner, where, value)
+    change(runner, where, value)
     with pytest.raises(NotServedError, match=message):
         TokenspeedBackend(runner)
-    assert parts._factory(lambda given: ("own", given))(runner) == ("own", runner)
+    assert parts._factory("tokenspeed", lambda given: ("own", given))(runner) == ("own", runner)
     assert message in str(receipt())
     assert not receipt().served("attention")
 
@@ -276,6 +238,14 @@ def test_the_layout_of_the_cache_is_checked() -> None:
     runner = make_runner()
     runner.token_to_kv_pool.k = runner.token_to_kv_pool.k.transpose(2, 3)
     with pytest.raises(NotServedError, match=r"expected \[slots, kv_heads, head_dim\]"):
+        TokenspeedBackend(runner)
+
+
+def test_a_cache_that_is_copied_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's pools of packed formats return dequantised copies."""
+    runner = make_runner()
+    monkeypatch.setattr(Pool, "get_key_buffer", lambda self, layer_id: self.k[layer_id].clone())
+    with pytest.raises(NotServedError, match="the packed cache of Pool"):
         TokenspeedBackend(runner)
 
 

@@ -35,10 +35,11 @@ def test_settings() -> None:
     env = {
         "TOKENSPEED_SGLANG_NORMS": "1",
         "TOKENSPEED_SGLANG_EXPERTS": "0",
+        "TOKENSPEED_SGLANG_MLA": "0",
         "TOKENSPEED_SGLANG_ATTENTION_REPLACES": "fa3, triton",
         "OTHER": "x",
     }
-    assert read_settings(env) == Settings(norms=True, experts=False, attention_replaces=("fa3", "triton"))
+    assert read_settings(env) == Settings(norms=True, experts=False, mla=False, attention_replaces=("fa3", "triton"))
 
 
 @pytest.mark.parametrize(

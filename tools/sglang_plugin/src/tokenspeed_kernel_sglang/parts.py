@@ -51,26 +51,31 @@ def _register_attention(replaced: tuple[str, ...]) -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
     if BACKEND not in ATTENTION_BACKENDS:
-        register_attention_backend(BACKEND)(_factory(ATTENTION_BACKENDS[FALLBACK]))
+        register_attention_backend(BACKEND)(_factory(BACKEND, ATTENTION_BACKENDS[FALLBACK]))
         server_args.add_attention_backend_choices([BACKEND])
     for name in replaced:
         if name not in ATTENTION_BACKENDS:
             logger.error("tokenspeed_kernel_sglang: %s is no attention backend of SGLang, so it is not replaced", name)
         elif name not in _replaced:
             _replaced.add(name)
-            register_attention_backend(name)(_factory(ATTENTION_BACKENDS[name]))
+            register_attention_backend(name)(_factory(name, ATTENTION_BACKENDS[name]))
 
 
-def _factory(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a function that makes our backend for a model. For models that our backend does not support, it calls ``own``, which
+def _factory(name: str, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function that makes our backend for a model. For models that our backends do not support, it calls ``own``, which
     makes SGLang's backend.
+
+    Args:
+        name: the name that selects the backend. SGLang's models with latent attention choose the form of their calls by it.
+        own: makes SGLang's backend.
     """
 
     def create(runner: Any) -> Any:
         from tokenspeed_kernel_sglang.attention import TokenspeedBackend
+        from tokenspeed_kernel_sglang.latent import LatentBackend
 
         try:
-            return TokenspeedBackend(runner)
+            return LatentBackend(runner, name) if runner.use_mla_backend else TokenspeedBackend(runner)
         except NotServedError as error:
             record("attention", type(runner.model).__name__, reason=str(error))
             return own(runner)

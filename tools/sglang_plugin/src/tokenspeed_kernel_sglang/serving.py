@@ -125,27 +125,50 @@ def shapes_of_layers(runner: Any) -> Counter[LayerShape]:
     Raises:
         NotServedError: a layer has an unsupported feature.
     """
-    layers = [module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"]
-    if not layers:
-        raise NotServedError("the model has no RadixAttention layers")
     sinks = any(name.rpartition(".")[2] == "sinks" for name, _ in runner.model.named_parameters())
     pool, device = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token.device
     shapes: Counter[LayerShape] = Counter()
-    for layer in layers:
-        asked = {
-            "cross attention": layer.is_cross_attention,
-            f"attention of type {layer.attn_type.value}": layer.attn_type.value != "decoder",
-            f"positions in attention ({layer.pos_encoding_mode})": layer.pos_encoding_mode != "NONE",
-            f"logit caps by {layer.logit_capping_method}": bool(layer.logit_cap) and layer.logit_capping_method != "tanh",
-            "attention in chunks (iRoPE)": layer.use_irope,
-            "a temperature by position": layer.xai_temperature_len > 0,
-        }
-        _refuse(asked)
-        cache = pool.get_key_buffer(layer.layer_id)
+    for layer in attention_layers(runner):
+        cache = cache_of(pool, layer)
         if cache.dim() != 3 or tuple(cache.shape[1:]) != (layer.tp_k_head_num, layer.head_dim):
             raise NotServedError(f"a cache of shape {tuple(cache.shape)}; expected [slots, kv_heads, head_dim]")
         shapes[LayerShape.of(layer, runner.dtype, cache.dtype, int(runner.page_size), sinks, device)] += 1
     return shapes
+
+
+def cache_of(pool: Any, layer: Any) -> Tensor:
+    """Returns the cache of a layer's keys.
+
+    Raises:
+        NotServedError: the pool returns a copy, as pools of packed formats do. Writes to a copy would be lost.
+    """
+    cache: Tensor = pool.get_key_buffer(layer.layer_id)
+    if pool.get_key_buffer(layer.layer_id).data_ptr() != cache.data_ptr():
+        raise NotServedError(f"our backend does not support the packed cache of {type(pool).__name__}")
+    return cache
+
+
+def attention_layers(runner: Any) -> list[Any]:
+    """Returns a model's `RadixAttention` layers.
+
+    Raises:
+        NotServedError: the model has none, or a layer has a feature that none of our backends supports.
+    """
+    layers: list[Any] = [module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"]
+    if not layers:
+        raise NotServedError("the model has no RadixAttention layers")
+    for layer in layers:
+        refuse(
+            {
+                "cross attention": layer.is_cross_attention,
+                f"attention of type {layer.attn_type.value}": layer.attn_type.value != "decoder",
+                f"positions in attention ({layer.pos_encoding_mode})": layer.pos_encoding_mode != "NONE",
+                f"logit caps by {layer.logit_capping_method}": bool(layer.logit_cap) and layer.logit_capping_method != "tanh",
+                "attention in chunks (iRoPE)": layer.use_irope,
+                "a temperature by position": layer.xai_temperature_len > 0,
+            }
+        )
+    return layers
 
 
 # Option of the engine that our backend does not support -> the feature's name for messages, and the value that turns the feature
@@ -160,11 +183,10 @@ OPTIONS: dict[str, tuple[str, Any]] = {
 
 
 def check_runner(runner: Any) -> None:
-    """Raises NotServedError if the model or an option of the engine needs a feature that our backend does not support."""
+    """Raises NotServedError if the model or an option of the engine needs a feature that none of our backends supports."""
     model, arguments = runner.model_config, runner.server_args
-    _refuse(
+    refuse(
         {
-            "latent attention (MLA)": runner.use_mla_backend,
             "encoders and decoders": getattr(model, "is_encoder_decoder", False),
             "attention in chunks (attention_chunk_size)": getattr(model, "attention_chunk_size", None) is not None,
             **{f"{feature} ({name})": getattr(arguments, name) not in (off, None) for name, (feature, off) in OPTIONS.items()},
@@ -172,7 +194,12 @@ def check_runner(runner: Any) -> None:
     )
 
 
-def _refuse(asked: dict[str, bool]) -> None:
+def refuse(asked: dict[str, bool]) -> None:
+    """Raises NotServedError that names the features that are asked for, if any.
+
+    Args:
+        asked: features that our backend does not support, each with whether it is asked for.
+    """
     found = [feature for feature, wanted in asked.items() if wanted]
     if found:
         raise NotServedError(f"our backend does not support {', '.join(found)}")

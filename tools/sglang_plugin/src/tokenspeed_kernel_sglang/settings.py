@@ -9,7 +9,7 @@ from dataclasses import dataclass
 PREFIX = "TOKENSPEED_SGLANG_"
 _FLAGS = {"1": True, "0": False}
 # The switches and their defaults. The parts NORMS, ACTIVATIONS and ROPE affect every model, and stay off until they are measured.
-_SWITCHES = {"ATTENTION": "1", "EXPERTS": "1", "NORMS": "0", "ACTIVATIONS": "0", "ROPE": "0"}
+_SWITCHES = {"ATTENTION": "1", "MLA": "1", "EXPERTS": "1", "NORMS": "0", "ACTIVATIONS": "0", "ROPE": "0"}
 _REPLACES = "ATTENTION_REPLACES"
 
 
@@ -19,6 +19,7 @@ class Settings:
 
     Attributes:
         attention: whether the attention backend ``tokenspeed`` is registered (``TOKENSPEED_SGLANG_ATTENTION``).
+        mla: whether this backend also runs latent attention (``TOKENSPEED_SGLANG_MLA``).
         attention_replaces: names of built-in attention backends that also select our backend
             (``TOKENSPEED_SGLANG_ATTENTION_REPLACES``, separated by commas). SGLang accepts only built-in names for some models,
             such as GPT-OSS.
@@ -29,6 +30,7 @@ class Settings:
     """
 
     attention: bool = True
+    mla: bool = True
     attention_replaces: tuple[str, ...] = ()
     experts: bool = True
     norms: bool = False

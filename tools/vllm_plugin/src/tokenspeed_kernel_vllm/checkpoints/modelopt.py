@@ -48,5 +48,11 @@ def _stored(own: Any) -> Stored | None:
         block = None if rounds is None else own.quant_config.group_size
     if rounds is None:
         return None
-    names = {"global_scale": "weight_scale_2", "input_scale": "input_scale"}
-    return Stored("ModelOpt", "nvfp4", "nvfp4" if rounds else "none", block=block, **names)
+    return Stored(
+        "ModelOpt",
+        "nvfp4",
+        "nvfp4" if rounds else "none",
+        global_scale="weight_scale_2",
+        input_scale="input_scale",
+        block=block,
+    )

@@ -12,8 +12,9 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, ML
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
+from tokenspeed_kernel_base.served_latent import LatentShape
 from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES
-from tokenspeed_kernel_vllm.mla.serving import LatentShape, find_latent
+from tokenspeed_kernel_vllm.mla.serving import find_latent
 from tokenspeed_kernel_vllm.settings import read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")

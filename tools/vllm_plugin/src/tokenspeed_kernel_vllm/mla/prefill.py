@@ -13,7 +13,8 @@ from torch import Tensor
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from tokenspeed_kernel_vllm.mla.serving import PrefillShape, find_prefill
+from tokenspeed_kernel_base.served_latent import PrefillShape
+from tokenspeed_kernel_vllm.mla.serving import find_prefill
 from tokenspeed_kernel_vllm.settings import read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")

@@ -1,0 +1,57 @@
+"""Batches and model runners for tests of attention backends, with the attributes of SGLang's that the backends read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from tokenspeed_kernel_sglang.serving import OPTIONS
+
+CONTEXT, SLOTS = 64, 256
+
+
+def runner_of(model: Any, pool: Any, page_size: int, **options: Any) -> Any:
+    """Returns a model runner with four requests. Each request has its own pages, in reversed order."""
+    pages = torch.arange(SLOTS // page_size, 0, -1).view(4, -1)
+    slots = (pages.unsqueeze(2) * page_size + torch.arange(page_size)).flatten(1)
+    fields = {
+        "model": model,
+        "token_to_kv_pool": pool,
+        "req_to_token_pool": SimpleNamespace(req_to_token=slots[:, :CONTEXT].int()),
+        "page_size": page_size,
+        "dtype": torch.bfloat16,
+        "use_mla_backend": False,
+        "model_config": SimpleNamespace(context_len=CONTEXT),
+        "server_args": SimpleNamespace(**{name: off for name, (_, off) in OPTIONS.items()}),
+    }
+    return SimpleNamespace(**{**fields, **options})
+
+
+def make_batch(runner: Any, mode: ForwardMode, prefix: list[int], new: list[int], requests: list[int]) -> Any:
+    table = runner.req_to_token_pool.req_to_token
+    lengths = torch.tensor([a + b for a, b in zip(prefix, new, strict=True)])
+    spans = zip(requests, prefix, lengths.tolist(), strict=True)
+    return SimpleNamespace(
+        forward_mode=mode,
+        batch_size=len(new),
+        req_pool_indices=torch.tensor(requests),
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        extend_seq_lens=torch.tensor(new, dtype=torch.int32),
+        extend_prefix_lens=torch.tensor(prefix, dtype=torch.int32),
+        extend_seq_lens_cpu=new,
+        out_cache_loc=torch.cat([table[request, begin:end] for request, begin, end in spans]).long(),
+        positions=torch.cat([torch.arange(a, a + b) for a, b in zip(prefix, new, strict=True)]),
+    )
+
+
+def change(runner: Any, where: str, value: Any) -> None:
+    """Sets an attribute of a runner. The path may go through the items of a list."""
+    owner, _, name = where.rpartition(".")
+    target = runner
+    for part in owner.split(".") if owner else ():
+        target = target[int(part)] if part.isdigit() else getattr(target, part)
+    setattr(target, name, value)
