@@ -19,6 +19,7 @@ from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import break_fp4_bytes, run_nvfp4_emulations
 from vllm.platforms import current_platform
+from vllm_checkpoints import BLOCKS, KINDS, config_of, modelopt_checkpoint
 
 import tokenspeed_kernel_vllm
 from tokenspeed_kernel_vllm import linear_planned, sizes
@@ -26,59 +27,6 @@ from tokenspeed_kernel_vllm.linear_fp4 import Fp4Linear
 
 IN, PARTS, PREFIX = 64, (32, 48), "model.layers.0.mlp.gate_up_proj"
 INPUT_SCALE, SCALE = 3 / 2048, 5 / 4096  # global scales, as multipliers
-BLOCKS = {"mxfp4": 32, "nvfp4": 16}
-
-
-def _group(bits: int, size: int, dynamic: Any = False) -> dict[str, Any]:
-    strategy = "tensor_group" if size == 16 else "group"
-    return {
-        "num_bits": bits,
-        "type": "float",
-        "strategy": strategy,
-        "group_size": size,
-        "symmetric": True,
-        "dynamic": dynamic,
-    }
-
-
-def _compressed(name: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    config = {"quant_method": "compressed-tensors", "format": name, "ignore": [], "config_groups": {"group_0": group}}
-    return "compressed-tensors", config
-
-
-def _modelopt(algorithm: str) -> tuple[str, dict[str, Any]]:
-    return "modelopt_fp4", {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 16, "ignore": []}
-
-
-def _mixed() -> tuple[str, dict[str, Any]]:
-    layers = {f"model.layers.0.mlp.{name}_proj": {"quant_algo": "NVFP4", "group_size": 16} for name in ("gate", "up")}
-    fields = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "exclude_modules": [], "ignore": []}
-    return "modelopt_mixed", {"quant_method": "modelopt", **fields}
-
-
-def _quark(activations: str | None) -> tuple[str, dict[str, Any]]:
-    block = {"qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
-    inputs = None if activations is None else {"dtype": activations, "is_dynamic": True, **block}
-    weight = {"dtype": "fp4", "is_dynamic": False, **block}
-    config = {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
-    export = {"kv_cache_group": [], "pack_method": "reorder"}
-    layers: dict[str, Any] = {"layer_type_quant_config": {}, "layer_quant_config": {}, "exclude": []}
-    return "quark", {"quant_method": "quark", "export": export, **layers, "global_quant_config": config}
-
-
-# Each kind of checkpoint: vLLM's name and configuration, the weights' format, and the format of activations.
-KINDS: dict[str, tuple[tuple[str, dict[str, Any]], str, str]] = {
-    "compressed nvfp4": (_compressed("nvfp4-pack-quantized", _group(4, 16), _group(4, 16, "local")), "nvfp4", "nvfp4"),
-    "compressed nvfp4a16": (_compressed("nvfp4-pack-quantized", _group(4, 16), None), "nvfp4", "none"),
-    "compressed mxfp4": (_compressed("mxfp4-pack-quantized", _group(4, 32), _group(4, 32, True)), "mxfp4", "mxfp4"),
-    "compressed mxfp4a16": (_compressed("mxfp4-pack-quantized", _group(4, 32), None), "mxfp4", "none"),
-    "modelopt nvfp4": (_modelopt("NVFP4"), "nvfp4", "nvfp4"),
-    "modelopt w4a16": (_modelopt("W4A16_NVFP4"), "nvfp4", "none"),
-    "modelopt mixed": (_mixed(), "nvfp4", "nvfp4"),
-    "quark mxfp4": (_quark("fp4"), "mxfp4", "mxfp4"),
-    "quark mxfp4a16": (_quark(None), "mxfp4", "none"),
-}
 
 
 @pytest.fixture
@@ -104,13 +52,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for level in ("info_once", "warning_once"):
         monkeypatch.setattr(linear_planned.logger, level, lambda text, *args: found.append(text % args))
     return found
-
-
-def config_of(kind: str) -> Any:
-    (name, given), _, _ = KINDS[kind]
-    config = quantization.get_quantization_config(name).from_config(given)
-    config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
-    return config
 
 
 def make_layer(kind: str, prefix: str = PREFIX, **options: Any) -> Any:
@@ -359,7 +300,7 @@ def test_vllm_serves_what_no_kernel_does(fp4: Any, said: list[str], monkeypatch:
 
 
 def test_other_blocks_are_vllms(fp4: Any, said: list[str]) -> None:
-    name, given = _modelopt("NVFP4")
+    name, given = modelopt_checkpoint("NVFP4")
     config = quantization.get_quantization_config(name).from_config({**given, "group_size": 32})
     layer = MergedColumnParallelLinear(IN, list(PARTS), bias=False, quant_config=config, prefix=PREFIX)
     assert layer.quant_method.plan is None

@@ -12,26 +12,19 @@ from torch import Tensor
 pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
 pytest.importorskip("tokenspeed_kernel", reason="experts are served by the core's kernels")
 
-from vllm.forward_context import set_forward_context
 from vllm.model_executor import custom_op
-from vllm.model_executor.layers import fused_moe, quantization
+from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe import config as moe_config
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
 from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm_routed import EXPERTS, HIDDEN, INTERMEDIATE, check, inputs, layer_of, run, weighted
 
 import tokenspeed_kernel_vllm
 from tokenspeed_kernel_vllm import parts
 from tokenspeed_kernel_vllm.experts import planning, routed
 
-EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 4, 2, 256, 128, 9
 DENSE, FP8 = "dense", "fp8"
-
-
-def route(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool, **_: Any) -> tuple[Tensor, Tensor]:
-    """Routes tokens in place of vLLM's own routing kernel, which needs a GPU."""
-    chosen, ids = gating_output.float().sigmoid().topk(topk)
-    return chosen, ids.int()
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +44,7 @@ class Own(routed.BlockFp8Experts):
     """Replaces vLLM's own fp8 method, which needs a GPU."""
 
     def __init__(self, config: Any, layer: Any) -> None:
-        super(routed.BlockFp8Experts, self).__init__(layer.moe_config)
+        super(routed.ServedExperts, self).__init__(layer.moe_config)
 
 
 def make_layer(kind: str, **options: Any) -> Any:
@@ -60,18 +53,7 @@ def make_layer(kind: str, **options: Any) -> Any:
         config = quantization.get_quantization_config("fp8").from_config(
             {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "ignored_layers": ["lm_head"]}
         )
-    arguments: dict[str, Any] = {
-        "num_experts": EXPERTS,
-        "top_k": TOP_K,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "renormalize": False,
-        "quant_config": config,
-        "prefix": "model.layers.0.mlp.experts",
-        "custom_routing_function": route,
-    }
-    make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # the newer name, and the older
-    return make(**arguments | options)
+    return layer_of(config, **options)
 
 
 def checkpoint(kind: str, intermediate: int = INTERMEDIATE) -> dict[str, Tensor]:
@@ -113,32 +95,8 @@ def load(layer: Any, tensors: dict[str, Tensor], scale: str = "weight_scale_inv"
     process_weights_after_loading(layer, model, torch.device("cpu"))
 
 
-def inputs() -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(5)
-    return torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16(), torch.randn(TOKENS, EXPERTS, generator=draw).bfloat16()
-
-
-def run(config: Any, layer: Any, x: Tensor, logits: Tensor) -> Tensor:
-    with set_forward_context(None, config, num_tokens=len(x)):
-        out: Tensor = layer(hidden_states=x.clone(), router_logits=logits)
-    return out
-
-
 def expected(tensors: dict[str, Tensor], x: Tensor, logits: Tensor) -> Tensor:
-    gate, up, down = (decoded(tensors, name) for name in ("w1", "w3", "w2"))
-    shares, ids = route(x, logits, TOP_K, False)
-    out = torch.zeros(x.shape)
-    for token, row in enumerate(x.float()):
-        for share, expert in zip(shares[token], ids[token].tolist(), strict=True):
-            hidden = torch.nn.functional.silu(gate[expert] @ row) * (up[expert] @ row)
-            out[token] += share * (down[expert] @ hidden)
-    return out
-
-
-def check(got: Tensor, wanted: Tensor) -> None:
-    assert got.shape == wanted.shape
-    assert wanted.norm() > 1
-    assert ((got.float() - wanted).norm(dim=-1) <= 0.01 * wanted.norm(dim=-1)).all()
+    return weighted(*(decoded(tensors, name) for name in ("w1", "w3", "w2")), x, logits)
 
 
 @pytest.mark.parametrize("kind", [DENSE, FP8])

@@ -20,7 +20,8 @@ BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # number of weights of a row that share a s
 
 @dataclass(frozen=True)
 class Stored:
-    """How a checkpoint stores a layer, after vLLM's loader.
+    """How a checkpoint stores a linear layer, or a layer of experts, after vLLM's loader. The names of experts' parameters have
+    ``w13_`` or ``w2_`` before them.
 
     Attributes:
         checkpoint: the checkpoint's format, for the log.
@@ -41,6 +42,17 @@ class Stored:
     input_scale: str = ""
     inverse: bool = False
     block: int | None = None
+
+    def check_block(self) -> None:
+        """Raises NotServedError if the blocks have another size than the format's."""
+        size = BLOCKS[self.weight_format]
+        if self.block not in (None, size):
+            raise NotServedError(f"it serves blocks of {size} weights, not {self.block}")
+
+    def multipliers(self, scales: Tensor) -> Tensor:
+        """Returns global scales as float32 multipliers."""
+        values = scales.data.float()
+        return 1 / values if self.inverse else values
 
 
 @register_weight_loader_v2_supported_method
@@ -63,9 +75,7 @@ class Fp4Linear(PlannedLinear):
         Raises:
             NotServedError: the blocks have another size than the format's.
         """
-        size = BLOCKS[self.layout.weight_format]
-        if self.layout.block not in (None, size):
-            raise NotServedError(f"it serves blocks of {size} weights, not {self.layout.block}")
+        self.layout.check_block()
         return {
             "weight_format": self.layout.weight_format,
             "activation_dtype": self.layout.activations if self.rounded else "none",
@@ -99,20 +109,16 @@ class Fp4Linear(PlannedLinear):
         weight, scale = getattr(layer, self.layout.weight).data, layer.weight_scale.data
         whole = inputs = None
         if self.layout.weight_format == "nvfp4":
-            whole = self._global(layer, self.layout.global_scale)
+            whole = self.layout.multipliers(getattr(layer, self.layout.global_scale))
             if (whole != whole[0]).any():
                 raise NotServedError("the parts of a fused layer have different global scales")
             if scale.isnan().any():
                 raise NotServedError("a weight scale is NaN: the checkpoint lacks it")
             whole = whole[:1]
         if self.plan.activation_dtype == "nvfp4":
-            inputs = self._global(layer, self.layout.input_scale).max().view(1)  # no part's activations saturate
+            scales = self.layout.multipliers(getattr(layer, self.layout.input_scale))
+            inputs = scales.max().view(1)  # no part's activations saturate
         return self.ops.LinearWeights(weight, scale, whole, input_scale=inputs)
-
-    def _global(self, layer: Any, name: str) -> Tensor:
-        """Returns the global scales of the parts as multipliers."""
-        values: Tensor = getattr(layer, name).data.float().flatten()
-        return 1 / values if self.layout.inverse else values
 
 
 def fp4_linear(

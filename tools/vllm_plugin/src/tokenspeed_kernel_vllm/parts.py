@@ -26,6 +26,7 @@ def register_parts(settings: Settings) -> None:
     """Registers each enabled part. A part whose hook is missing is logged and skipped."""
     for wrong in wrong_distributions():
         logger.error("tokenspeed_kernel_vllm: %s; %s", wrong, wrong.remedy)
+    fp4 = settings.fp4_linear or settings.other_experts
     parts: list[tuple[str, bool, Callable[[], None]]] = [
         ("attention", settings.attention, lambda: _register_attention(MLA_BACKEND if settings.mla else BACKEND)),
         ("MLA prefill", settings.attention and settings.mla, _register_mla_prefill),
@@ -34,9 +35,9 @@ def register_parts(settings: Settings) -> None:
         ("norms", core_is_there(), _register_norms),
         ("unquantised experts", settings.other_experts, _register_dense_experts),
         ("fp8 layers", settings.other_experts or settings.fp8_linear, _register_fp8),
-        ("linear layers of compressed-tensors", settings.fp8_linear or settings.fp4_linear, _register_compressed),
-        ("linear layers of ModelOpt", settings.fp4_linear, _register_modelopt),
-        ("linear layers of Quark", settings.fp4_linear, _register_quark),
+        ("compressed-tensors layers", settings.fp8_linear or fp4, _register_compressed),
+        ("ModelOpt layers", fp4, _register_modelopt),
+        ("Quark layers", fp4, _register_quark),
     ]
     for name, wanted, add in parts:
         if not wanted:

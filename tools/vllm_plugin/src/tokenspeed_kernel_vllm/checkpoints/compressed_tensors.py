@@ -1,4 +1,4 @@
-"""Checkpoints of the format ``compressed-tensors``: fp8, MXFP4 and NVFP4 linear layers."""
+"""Checkpoints of the format ``compressed-tensors``: fp8, MXFP4 and NVFP4 linear layers, MXFP4 and NVFP4 experts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,24 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
     CompressedTensorsLinearMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4 import (
+    CompressedTensorsW4A4Mxfp4MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (
+    CompressedTensorsW4A4Nvfp4MoEMethod,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A4Fp4, CompressedTensorsW4A4Mxfp4
 
+from tokenspeed_kernel_vllm.experts.packed import CompressedFp4Experts, fp4_experts
 from tokenspeed_kernel_vllm.linear_fp4 import BLOCKS, Stored, fp4_linear
 from tokenspeed_kernel_vllm.linear_fp8 import fp8_compressed
+
+_NVFP4: dict[str, Any] = {"weight": "weight_packed", "global_scale": "weight_global_scale", "input_scale": "input_global_scale"}
+# How experts are stored, by vLLM's method. Their activations are rounded as the settings say, not as the checkpoint says.
+_EXPERTS = {
+    CompressedTensorsW4A4Mxfp4MoEMethod: Stored("compressed-tensors", "mxfp4", "none", weight="weight_packed"),
+    CompressedTensorsW4A4Nvfp4MoEMethod: Stored("compressed-tensors", "nvfp4", "none", inverse=True, **_NVFP4),
+}
 
 
 class CompressedConfig(CompressedTensorsConfig):
@@ -22,6 +36,9 @@ class CompressedConfig(CompressedTensorsConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns the quantisation method of a layer."""
         own = super().get_quant_method(layer, prefix)
+        for kind, layout in _EXPERTS.items():
+            if isinstance(own, kind):
+                return fp4_experts(own, layout, CompressedFp4Experts)
         if type(own) is not CompressedTensorsLinearMethod:  # a layer of another kind, or with a transform
             return own
         scheme: Any = getattr(layer, "scheme", None)
@@ -37,15 +54,7 @@ def _stored(scheme: Any, activations: Any) -> Stored | None:
         activations: the checkpoint's ``QuantizationArgs`` of activations, or None.
     """
     if isinstance(scheme, CompressedTensorsW4A4Fp4):
-        return Stored(
-            "compressed-tensors",
-            "nvfp4",
-            "none" if scheme.use_a16 else "nvfp4",
-            weight="weight_packed",
-            global_scale="weight_global_scale",
-            input_scale="input_global_scale",
-            inverse=True,
-        )
+        return Stored("compressed-tensors", "nvfp4", "none" if scheme.use_a16 else "nvfp4", inverse=True, **_NVFP4)
     if isinstance(scheme, CompressedTensorsW4A4Mxfp4):  # vLLM's scheme of MXFP4 weights with any activations
         blocks = activations is not None and activations.type == "float" and activations.group_size == BLOCKS["mxfp4"]
         rounded = {4: "mxfp4", 8: "mxfp8"}.get(activations.num_bits, "none") if blocks else "none"

@@ -1,4 +1,4 @@
-"""Checkpoints of ModelOpt: NVFP4 linear layers."""
+"""Checkpoints of ModelOpt: NVFP4 linear layers and experts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptMixedPrecisionConfig,
+    ModelOptNvFp4Config,
+    ModelOptNvFp4FusedMoE,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
 
+from tokenspeed_kernel_vllm.experts.packed import ModelOptFp4Experts, fp4_experts
 from tokenspeed_kernel_vllm.linear_fp4 import Stored, fp4_linear
 
 # vLLM 0.26 has a method for each of ModelOpt's formats. For the methods of NVFP4: whether the checkpoint rounds activations.
@@ -21,7 +26,7 @@ class ModelOptConfig(ModelOptNvFp4Config):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns the quantisation method of a layer."""
         own = super().get_quant_method(layer, prefix)
-        return fp4_linear(own, layer, prefix, _stored(own))
+        return _served(own, layer, prefix)
 
 
 class ModelOptMixedConfig(ModelOptMixedPrecisionConfig):
@@ -30,7 +35,17 @@ class ModelOptMixedConfig(ModelOptMixedPrecisionConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns the quantisation method of a layer."""
         own = super().get_quant_method(layer, prefix)
-        return fp4_linear(own, layer, prefix, _stored(own))
+        return _served(own, layer, prefix)
+
+
+def _served(own: QuantizeMethodBase | None, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    """Returns our method for a layer, or vLLM's own."""
+    if isinstance(own, ModelOptNvFp4FusedMoE):
+        block = own.quant_config.group_size
+        stored = Stored("ModelOpt", "nvfp4", "none", global_scale="weight_scale_2", block=block)
+        method: QuantizeMethodBase | None = fp4_experts(own, stored, ModelOptFp4Experts)
+        return method
+    return fp4_linear(own, layer, prefix, _stored(own))
 
 
 def _stored(own: Any) -> Stored | None:

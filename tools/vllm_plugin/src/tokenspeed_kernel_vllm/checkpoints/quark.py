@@ -1,4 +1,4 @@
-"""Checkpoints of Quark: MXFP4 linear layers."""
+"""Checkpoints of Quark: MXFP4 linear layers and experts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig, QuarkLinearMethod
+from vllm.model_executor.layers.quantization.quark.quark_moe import QuarkOCP_MX_MoEMethod
 from vllm.model_executor.layers.quantization.quark.schemes import QuarkOCP_MX
 
+from tokenspeed_kernel_vllm.experts.packed import fp4_experts
 from tokenspeed_kernel_vllm.linear_fp4 import Stored, fp4_linear
 
 # vLLM's name of a format of activations -> the core's.
@@ -21,6 +23,10 @@ class QuarkMxfp4Config(QuarkConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Returns the quantisation method of a layer."""
         own = super().get_quant_method(layer, prefix)
+        if isinstance(own, QuarkOCP_MX_MoEMethod):
+            packed = own.weight_dtype == "mxfp4" and not getattr(own, "dynamic_mxfp4_quant", False)
+            method: QuantizeMethodBase | None = fp4_experts(own, Stored("Quark", "mxfp4", "none") if packed else None)
+            return method
         stored = _stored(getattr(layer, "scheme", None)) if isinstance(own, QuarkLinearMethod) else None
         return fp4_linear(own, layer, prefix, stored)
 

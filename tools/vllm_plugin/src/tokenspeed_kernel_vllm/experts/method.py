@@ -128,7 +128,7 @@ class GptOssExperts(FusedMoEMethodBase):
         return out
 
 
-def arrange(layer: Any, plan: Any, ops: Any, scale: str = "weight_scale") -> Any:
+def arrange(layer: Any, plan: Any, ops: Any, scale: str = "weight_scale", weight: str = "weight", **more: Tensor) -> Any:
     """Rearranges a layer's weights for the plan's kernel. Original weights that the kernel does not need are dropped to save
     memory.
 
@@ -137,14 +137,16 @@ def arrange(layer: Any, plan: Any, ops: Any, scale: str = "weight_scale") -> Any
         plan: the core's plan.
         ops: the core's Python module.
         scale: the part after ``w13_`` and ``w2_`` of the names of the scales.
+        weight: the same of the weights.
+        more: further attributes of `MoEWeights`.
 
     Returns:
         The core's `MoEWeights`.
     """
-    names = [f"{part}_{name}" for part in ("w13", "w2") for name in ("weight", scale, "bias")]
+    names = [f"{part}_{name}" for part in ("w13", "w2") for name in (weight, scale, "bias")]
     loaded = [getattr(layer, name, None) for name in names]
     given: list[Any] = [None if parameter is None else parameter.data for parameter in loaded]
-    weights = ops.moe_apply.prepare(ops.MoEWeights(*given), plan)
+    weights = ops.moe_apply.prepare(ops.MoEWeights(*given, **more), plan)
     release(layer, names, weights)
     return weights
 

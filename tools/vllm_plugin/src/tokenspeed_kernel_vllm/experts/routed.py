@@ -34,15 +34,16 @@ _SCALE = "weight_scale_inv"
 class _Served:
     """The plan and the weights of a layer that runs on a kernel of ours. Arranges the layer's weights, and calls the kernel."""
 
-    def __init__(self, plan: Any, scale: str) -> None:
+    def __init__(self, plan: Any, scale: str, weight: str = "weight") -> None:
         self.plan = plan
         self.scale = scale
+        self.weight = weight
         self.ops: Any = import_module(CORE)
         self.weights: Any = None
 
-    def arrange(self, layer: Any) -> None:
-        device = layer.w13_weight.device
-        self.weights = arrange(layer, self.plan, self.ops, self.scale)
+    def arrange(self, layer: Any, **more: Tensor) -> None:
+        device = getattr(layer, f"w13_{self.weight}").device
+        self.weights = arrange(layer, self.plan, self.ops, self.scale, self.weight, **more)
         say_served(f"{self.plan.weight_format} (TOKENSPEED_VLLM_OTHER_EXPERTS)", self.plan)
         warm_once("experts", self.plan, device, lambda tokens: self.warm(layer, tokens, device))
 
@@ -65,7 +66,8 @@ class _Served:
         return out
 
 
-def _plan(moe: Any, weight_format: str) -> Any:
+def plan_of(moe: Any, weight_format: str) -> Any:
+    """Returns the plan of a layer of experts with SiLU. See `find_plan`."""
     refused = {
         f"activation {moe.activation.value}": moe.activation is not MoEActivation.SILU,
         "clamped or scaled activations": any(value is not None for value in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)),
@@ -76,7 +78,8 @@ def _plan(moe: Any, weight_format: str) -> Any:
     return find_plan(moe, refused, moe.intermediate_size_per_partition, weight_format=weight_format)
 
 
-def _say(what: str, error: NotServedError) -> None:
+def say_own(what: str, error: NotServedError) -> None:
+    """Logs, once per reason, why experts run on vLLM's own method."""
     reason = " | ".join(line.strip() for line in str(error).splitlines())
     logger.warning_once("tokenspeed_kernel_vllm: vLLM's own %s experts, because %s", what, reason)
 
@@ -93,9 +96,9 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         served = None
         if read_settings().other_experts:
             try:
-                served = _Served(_plan(moe, "dense"), "weight_scale")
+                served = _Served(plan_of(moe, "dense"), "weight_scale")
             except NotServedError as error:
-                _say("unquantised", error)
+                say_own("unquantised", error)
         if served is None:
             super().__init__(moe)
         else:
@@ -182,11 +185,53 @@ class BlockFp8Config(Fp8Config):
                 raise NotServedError(f"it serves scales of blocks of {BLOCK} x {BLOCK}, not {self.weight_block_size}")
             return BlockFp8Experts(layer.moe_config)
         except NotServedError as error:
-            _say("fp8", error)
+            say_own("fp8", error)
             return own
 
 
-class BlockFp8Experts(FusedMoEMethodBase):
+class ServedExperts(FusedMoEMethodBase):
+    """Experts of a checkpoint's format on a kernel of the core."""
+
+    def __init__(self, moe: FusedMoEConfig, weight_format: str, scale: str, weight: str = "weight") -> None:
+        """
+        Args:
+            moe: vLLM's description of the layer.
+            weight_format: the plan's format.
+            scale, weight: the parts after ``w13_`` and ``w2_`` of the parameters' names.
+
+        Raises:
+            NotServedError: no kernel is eligible.
+        """
+        super().__init__(moe)
+        self.served = _Served(plan_of(moe, weight_format), scale, weight)
+
+    @property
+    def is_monolithic(self) -> bool:
+        """False, because vLLM does the routing."""
+        return False
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Rearranges the weights for the plan's kernel."""
+        self.served.arrange(layer)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
+        """Returns None: the configuration is for vLLM's own kernels, which do not run this layer."""
+        return None
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the weighted sum over the top-k experts; see `DenseExperts.apply`."""
+        return self.served.apply(layer, x, topk_weights, topk_ids)
+
+
+class BlockFp8Experts(ServedExperts):
     """fp8 (e4m3) experts with float32 block scales. Unlike with vLLM's own method, inputs are not quantised."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
@@ -197,13 +242,7 @@ class BlockFp8Experts(FusedMoEMethodBase):
         Raises:
             NotServedError: no kernel is eligible.
         """
-        super().__init__(moe)
-        self.served = _Served(_plan(moe, "fp8_block"), _SCALE)
-
-    @property
-    def is_monolithic(self) -> bool:
-        """False, because vLLM does the routing."""
-        return False
+        super().__init__(moe, "fp8_block", _SCALE)
 
     def create_weights(
         self,
@@ -231,23 +270,3 @@ class BlockFp8Experts(FusedMoEMethodBase):
         parameter = torch.nn.Parameter(tensor, requires_grad=False)
         layer.register_parameter(name, parameter)
         set_weight_attrs(parameter, attributes)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Rearranges the weights for the plan's kernel."""
-        self.served.arrange(layer)
-
-    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
-        """Returns None: the configuration is for vLLM's own kernels, which do not run this layer."""
-        return None
-
-    def apply(
-        self,
-        layer: Any,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        shared_experts: Any = None,
-        shared_experts_input: Tensor | None = None,
-    ) -> Tensor:
-        """Computes the weighted sum over the top-k experts; see `DenseExperts.apply`."""
-        return self.served.apply(layer, x, topk_weights, topk_ids)
