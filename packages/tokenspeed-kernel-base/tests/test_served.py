@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tokenspeed_kernel_base import served
+from tokenspeed_kernel_base.operator import operators
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.served import NotServedError, Receipt, Row, kernel_for, plan_for
+from tokenspeed_kernel_base.served_latent import LatentShape, PrefillShape
 
 
 class Operator:
@@ -84,3 +86,14 @@ def test_receipt() -> None:
         "norms      5       RMSNorm     a_kernel",
         "attention  1       window 128  SGLang's own, because no kernel | is eligible",
     ]
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_calls_of_latent_attention_are_valid(cache: torch.dtype) -> None:
+    """Each operator accepts the arguments with which the plugins ask for its kernel."""
+    found = {op.mode: op.function for op in operators()}
+    shape = LatentShape(4, 64, 16, torch.bfloat16, cache, torch.device("cpu"))
+    assert shape.scaled is (cache != torch.bfloat16)
+    calls = {**shape.calls(16), "mla_prefill": PrefillShape(4, 48, 32, torch.bfloat16, torch.device("cpu")).call()}
+    for name, arguments in calls.items():
+        assert kernel_for(found[name], arguments).mode == name

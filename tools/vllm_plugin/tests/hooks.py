@@ -11,6 +11,8 @@ QUANTIZATION = "vllm.model_executor.layers.quantization"
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 MLA_PREFILL = f"{ATTENTION}.backends.mla.prefill"
 COMPRESSED = f"{QUANTIZATION}.compressed_tensors"
+NVFP4_EXPERTS = f"{COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4"
+MXFP4_EXPERTS = f"{COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4"
 FP8_UTILS = f"{QUANTIZATION}.utils.fp8_utils"
 
 
@@ -70,6 +72,7 @@ MOE_CONFIG = (
 METHOD = (
     "create_weights process_weights_after_loading get_fused_moe_quant_config is_monolithic maybe_roundup_sizes apply_monolithic"
 )
+PATTERN = "uses_weight_scale_2_pattern"  # vLLM's loader of ModelOpt's experts asks for it
 CREATE = "self layer num_experts hidden_size intermediate_size_per_partition params_dtype extra_weight_attrs"
 APPLY = "self layer x topk_weights topk_ids shared_experts shared_experts_input"
 
@@ -173,7 +176,7 @@ HOOKS = [
     Hook(f"{COMPRESSED}.compressed_tensors.CompressedTensorsConfig.get_quant_method", words("self layer prefix")),
     Hook(f"{COMPRESSED}.compressed_tensors.CompressedTensorsLinearMethod"),
     Hook(f"{COMPRESSED}.schemes.CompressedTensorsW8A8Fp8", words("weight_quant is_static_input_scheme")),
-    # MXFP4 and NVFP4 linear layers
+    # MXFP4 and NVFP4 layers
     Hook(f"{COMPRESSED}.compressed_tensors.CompressedTensorsConfig.get_scheme_dict", words("self layer layer_name")),
     Hook(f"{COMPRESSED}.schemes.CompressedTensorsW4A4Fp4", words("use_a16")),
     Hook(f"{COMPRESSED}.schemes.CompressedTensorsW4A4Mxfp4"),
@@ -181,6 +184,10 @@ HOOKS = [
     Hook(f"{QUANTIZATION}.modelopt.ModelOptMixedPrecisionConfig.get_quant_method", words("self layer prefix")),
     Hook(f"{QUANTIZATION}.modelopt.ModelOptNvFp4LinearMethod", until="0.33"),
     Hook(f"{QUANTIZATION}.modelopt.ModelOptNvFp4W4A16LinearMethod", until="0.33"),
+    Hook(f"{QUANTIZATION}.modelopt.ModelOptNvFp4FusedMoE", words("quant_config moe_config"), words(f"{METHOD} {PATTERN}")),
+    Hook(f"{NVFP4_EXPERTS}.CompressedTensorsW4A4Nvfp4MoEMethod", words("moe"), words(f"{METHOD} {PATTERN}"), partial=True),
+    Hook(f"{MXFP4_EXPERTS}.CompressedTensorsW4A4Mxfp4MoEMethod", words("moe"), words(METHOD)),
+    Hook(f"{QUANTIZATION}.quark.quark_moe.QuarkOCP_MX_MoEMethod", attributes=words(METHOD)),
     Hook(f"{QUANTIZATION}.quark.quark.QuarkConfig.get_quant_method", words("self layer prefix")),
     Hook(f"{QUANTIZATION}.quark.quark.QuarkLinearMethod"),
     Hook(f"{QUANTIZATION}.quark.schemes.QuarkOCP_MX"),

@@ -83,6 +83,7 @@ def test_vllms_own_backend_lays_the_cache_out_as_ours(vllm_config: Any) -> None:
 def test_no_method_of_the_backend_is_left_abstract() -> None:
     from tokenspeed_kernel_vllm.attention.backend import TokenspeedBackend
     from tokenspeed_kernel_vllm.experts.method import GptOssExperts
+    from tokenspeed_kernel_vllm.experts.packed import Fp4Experts
     from tokenspeed_kernel_vllm.experts.routed import BlockFp8Experts, DenseExperts
     from tokenspeed_kernel_vllm.linear_fp4 import Fp4Linear
     from tokenspeed_kernel_vllm.linear_fp8 import Fp8Linear
@@ -91,7 +92,7 @@ def test_no_method_of_the_backend_is_left_abstract() -> None:
 
     backends = (TokenspeedBackend, LatentBackend)
     attention = [part for each in backends for part in (each, each.get_impl_cls(), each.get_builder_cls())]
-    for ours in (*attention, LatentPrefill, GptOssExperts, DenseExperts, BlockFp8Experts, Fp8Linear, Fp4Linear):
+    for ours in (*attention, LatentPrefill, GptOssExperts, DenseExperts, BlockFp8Experts, Fp4Experts, Fp8Linear, Fp4Linear):
         left = sorted(ours.__abstractmethods__)
         assert not left, f"vLLM {vllm.__version__} wants {', '.join(left)} of {ours.__name__}"
 
