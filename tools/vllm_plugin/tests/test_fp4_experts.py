@@ -43,6 +43,7 @@ def registered(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "select_nvfp4_moe_backend", lambda **_: none)
         monkeypatch.setattr(module, "is_global_sf_supported_for_nvfp4_backend", lambda _: False)
     monkeypatch.setattr(quark_moe, "select_mxfp4_moe_backend", lambda *_, **__: none)
+    monkeypatch.setattr(quark_moe, "backend_to_kernel_cls", lambda _: [none[1]])
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
     model = SimpleNamespace(dtype=torch.bfloat16, quantization_config=None, hf_config=SimpleNamespace())
     monkeypatch.setattr(one_process, "model_config", model)
