@@ -70,6 +70,8 @@ VARIANTS = {
         ("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_OTHER_EXPERTS": "1", "TOKENSPEED_VLLM_ACTIVATIONS": "fp8"}
     ),
     "plugin-fp8-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_FP8_LINEAR": "1"}),
+    "plugin-fp4-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_FP4_LINEAR": "1"}),
+    "plugin-fp4": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_FP4_LINEAR": "1", "TOKENSPEED_VLLM_OTHER_EXPERTS": "1"}),
     "plugin-mla-only": Variant(_LATENT, {"TOKENSPEED_VLLM_MLA": "1"}),
     "plugin-mla": Variant(
         _LATENT, {"TOKENSPEED_VLLM_MLA": "1", "TOKENSPEED_VLLM_OTHER_EXPERTS": "1", "TOKENSPEED_VLLM_FP8_LINEAR": "1"}

@@ -2,7 +2,8 @@
 weights.
 
 vLLM finds `register` by an entry point in ``vllm.general_plugins``; the loader is ``load_format="random_models"``. fp8 weights have
-a standard deviation of 16, which their scales undo. See ``random_gpt_oss.py`` for other weights.
+a standard deviation of 16, which their scales undo. MXFP4 and NVFP4 weights are random bytes, with equal scales. See
+``random_gpt_oss.py`` for other weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ import random_gpt_oss
 LOAD_FORMAT = "random_models"
 DEFAULT = "gpt-oss-120b"
 _SPREAD = 16.0  # standard deviation of fp8 values
+_E2M1_SPREAD = 2.93  # standard deviation of e2m1 values of random bytes
 _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head", "*.gate"]}
+_MX = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+_MXFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _MX, "input_activations": {**_MX, "dynamic": True}}},
+}
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -107,8 +117,12 @@ _DEEPSEEK = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA,
     "llama-3.1-8b-fp8": {**_LLAMA, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+    "llama-3.1-8b-nvfp4": {**_LLAMA, "quantization_config": _NVFP4},
+    "llama-3.1-8b-mxfp4": {**_LLAMA, "quantization_config": _MXFP4},
     "qwen3-30b-a3b": _QWEN,
     "qwen3-30b-a3b-fp8": {**_QWEN, "quantization_config": _BLOCKS},
+    "qwen3-30b-a3b-nvfp4": {**_QWEN, "quantization_config": _NVFP4},
+    "qwen3-30b-a3b-mxfp4": {**_QWEN, "quantization_config": _MXFP4},
     "mixtral-8x7b": _MIXTRAL,
     "deepseek-v3": {**_DEEPSEEK, "quantization_config": _BLOCKS},
     "gpt-oss-20b": {**random_gpt_oss.config_of(24), "num_local_experts": 32},
@@ -146,11 +160,27 @@ def draw(name: str, parameter: Any, hidden: int) -> str:
     Args:
         name: the parameter's name, which seeds the random numbers.
         parameter: the parameter.
-        hidden: the model's hidden size, which sets the size of fp8 weights.
+        hidden: the model's hidden size, which sets the size of quantised weights.
     """
     import torch
 
     last = name.rpartition(".")[2]
+    if parameter.dtype == torch.uint8:
+        if "scale" in last:
+            parameter.fill_(127 - round(math.log2(_E2M1_SPREAD * math.sqrt(hidden))))
+            return "e8m0 scale"
+        generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
+        parameter.random_(0, 256, generator=generator)
+        return "fp4"
+    if "scale" in last and parameter.dtype == torch.float8_e4m3fn:
+        parameter.fill_(1.0)
+        return "block scale"
+    if last.endswith("scale_2"):
+        parameter.fill_(1 / (_E2M1_SPREAD * math.sqrt(hidden)))
+        return "global scale"
+    if last.endswith("input_scale"):
+        parameter.fill_(4 / (448 * 6))  # magnitudes of activations up to 4
+        return "global scale of activations"
     if "scale" in last:
         parameter.fill_(1 / (_SPREAD * math.sqrt(hidden)))
         return "scale"

@@ -99,6 +99,11 @@ def test_other_models_are_drawn_by_dtype(tmp_path: Path) -> None:
         "w13_weight_scale_inv": torch.zeros(2, 2, 1),
         "w2_weight": torch.zeros(2, 128, 128, dtype=torch.bfloat16),
         "gate": torch.zeros(8, 128, dtype=torch.bfloat16),
+        "up_weight_packed": torch.zeros(256, 64, dtype=torch.uint8),
+        "up_weight_scale": torch.zeros(256, 4, dtype=torch.uint8),
+        "down_weight_scale": torch.zeros(256, 8, dtype=torch.float8_e4m3fn),
+        "down_weight_scale_2": torch.zeros(1),
+        "input_scale": torch.zeros(1),
     }
     for name, values in made.items():
         model.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
@@ -108,6 +113,13 @@ def test_other_models_are_drawn_by_dtype(tmp_path: Path) -> None:
     for values in (decoded, model.w2_weight.float(), model.gate.float()):
         assert 0.8 < values.std() * 128**0.5 < 1.2
     assert not torch.equal(model.w13_weight.float()[0], model.w13_weight.float()[1])
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.stack([model.up_weight_packed & 15, model.up_weight_packed >> 4]).int()
+    values = e2m1[codes & 7] * (1 - 2 * (codes >> 3))
+    for scale in (torch.exp2(model.up_weight_scale[0, 0].float() - 127), model.down_weight_scale_2):
+        assert 0.7 < values.std() * scale * 128**0.5 < 1.4  # an e8m0 scale is a power of two
+    assert (model.down_weight_scale.float() == 1).all()
+    assert model.input_scale.item() == pytest.approx(4 / 2688)
 
 
 def test_the_plugins_speed_beside_vllms_own() -> None:

@@ -37,8 +37,8 @@ class Settings:
         mla: whether the backend for multi-head latent attention is registered, instead of the backend for other models
             (``TOKENSPEED_VLLM_MLA``, 0 by default).
         experts: whether MXFP4 experts run on our kernels if one is eligible (``TOKENSPEED_VLLM_EXPERTS``, 1 by default).
-        other_experts: whether unquantised experts and fp8 experts with block scales run on our kernels if one is eligible
-            (``TOKENSPEED_VLLM_OTHER_EXPERTS``, 0 by default).
+        other_experts: whether unquantised experts, fp8 experts with block scales, and MXFP4 and NVFP4 experts of other models than
+            GPT-OSS run on our kernels if one is eligible (``TOKENSPEED_VLLM_OTHER_EXPERTS``, 0 by default).
         activations: the format that experts round their activations to: ``none``, ``fp8`` with a scale per token, or ``mxfp4``
             (``TOKENSPEED_VLLM_ACTIVATIONS``, ``none`` by default).
         linear: whether unquantised linear layers use the core's ``mm`` (``TOKENSPEED_VLLM_LINEAR``, 0 by default).
