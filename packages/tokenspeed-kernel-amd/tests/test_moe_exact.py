@@ -13,17 +13,24 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd.gfx950.moe import few, grouped
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import WEIGHTS
-from tokenspeed_kernel_base.ops.moe.plan import traits_of
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, traits_of
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
 from .experts import RandomLayer, relative_error
 from .paging import kernel_of
+
+
+def moe_apply_widest(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan) -> Tensor:
+    """Uses the tile for many tokens, whatever the number of tokens."""
+    return grouped.moe_apply_many(x, weights, topk_weights, topk_ids, plan, tile=grouped.tile_for(10**6, plan))
+
 
 LAUNCHES: dict[str, tuple[Callable[..., Tensor], int]] = {
     "one token": (few.moe_apply_few, 1),
     "few tokens": (few.moe_apply_few, 7),
     "16 columns": (functools.partial(grouped.moe_apply_many, tile=grouped.Tile(16, 4)), 20),
     "32 columns": (functools.partial(grouped.moe_apply_many, tile=grouped.Tile(32, 4)), 40),
-    "wide": (functools.partial(grouped.moe_apply_many, tile=grouped.Tile(64, 8, wide=True, blocks=2)), 60),
+    "wide": (moe_apply_widest, 60),
 }
 QUICK = [(name, "mxfp4", torch.bfloat16) for name in ("few tokens", "16 columns", "wide")]
 SERVED = [(name, weights, torch.bfloat16) for name in LAUNCHES for weights in ("mxfp4", "fp8_block")]
@@ -104,7 +111,7 @@ def test_activations_with_outliers(gfx950: torch.device, launch: str, weight_for
 def test_one_outlier_and_equal_numbers(gfx950: torch.device, launch: str, weight_format: str) -> None:
     """Results are accurate if x is [2^20, 1.25, 1.25, ...] and the weights of the first two channels are 0."""
     apply, tokens = LAUNCHES[launch]
-    layer = RandomLayer(gfx950, 2, 1, 64, 64, weight_format)
+    layer = RandomLayer(gfx950, 2, min(tokens, 2), 64, 64, weight_format, bias=True)
     ignored(layer, "w13", slice(0, 2))
     x, weights, ids = layer.tokens(tokens)
     x[:], x[:, 0] = 1.25, 2.0**20
@@ -116,7 +123,7 @@ def test_one_outlier_and_equal_numbers(gfx950: torch.device, launch: str, weight
 def test_numbers_of_all_magnitudes(gfx950: torch.device, launch: str) -> None:
     """Results are accurate if each block has values from 2^-60 to 2^60. Only the weights of the smallest values are not zero."""
     apply, tokens = LAUNCHES[launch]
-    layer = RandomLayer(gfx950, 2, 1, 96, 64)
+    layer = RandomLayer(gfx950, 2, min(tokens, 2), 96, 64, bias=True)
     for block in range(3):
         ignored(layer, "w13", slice(32 * block + 8, 32 * block + 32))
     x, weights, ids = layer.tokens(tokens)
@@ -133,7 +140,7 @@ def test_exact_plans_lose_no_number(gfx950: torch.device, launch: str) -> None:
     weights."""
     apply, tokens = LAUNCHES[launch]
     arguments: dict[str, Any] = {"exact_activations": True}
-    layer = RandomLayer(gfx950, 2, 1, 64, 64, **arguments)
+    layer = RandomLayer(gfx950, 6, 2, 64, 96, **arguments)  # the sizes of the operator's case of exact activations
     ignored(layer, "w13", slice(0, 40))
     ignored(layer, "w13", slice(42, 64))
     x, weights, ids = layer.tokens(tokens)

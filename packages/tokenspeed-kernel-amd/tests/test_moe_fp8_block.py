@@ -29,6 +29,8 @@ from .paging import check_case, kernel_of, spills
 moe_topk_apply = unchecked(tokenspeed_kernel.moe_topk_apply, launcher_of_moe_topk_apply)
 
 NARROW, BROAD = grouped.Tile(16, 4), grouped.Tile(32, 4)
+# Compiling a kernel takes longer than emulating it. So tests that need no particular layer share this one, and its kernels.
+SMALL = (4, 2, 96, 224)
 ROUNDED: list[dict[str, Any]] = [{"activation_dtype": dtype} for dtype in ("fp8", "none", "mxfp4", "fp8_static")]
 
 
@@ -95,7 +97,9 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [ROUNDED[0], *({**options, **GPT_OSS} for options in (*ROUNDED[1:], {"dtype": torch.float16}))], ids=str
+)
 @pytest.mark.parametrize("tile", [NARROW, BROAD], ids=["16 columns", "32 columns"])
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
     """The error is within the limit of `check`. Sizes are not multiples of k steps, blocks of strips and tiles. One expert has most
@@ -103,7 +107,7 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
     if tile == BROAD and options.get("dtype") == torch.float16:
         tile = grouped.tile_for(10**6, layer_of(gfx950, 2, 1, 32, 32, **options).plan)
         assert tile == NARROW
-    layer = layer_of(gfx950, 6, 2, 224, 672, **options, **GPT_OSS)
+    layer = layer_of(gfx950, 6, 2, 224, 480, **options)
     x, weights, ids = layer.tokens(60)
     ids[:49, 0] = 4
     ids[:30, 1] = 1
@@ -157,19 +161,19 @@ def check(layer: RandomLayer, got: Tensor, x: Tensor, weights: Tensor, ids: Tens
     assert relative_error(got, wanted) <= allowed
 
 
-@pytest.mark.parametrize("tokens", [3, pytest.param(20, marks=pytest.mark.slow), 70])
+@pytest.mark.parametrize("tokens", [5, pytest.param(20, marks=pytest.mark.slow), 70])
 def test_from_logits(gfx950: torch.device, tokens: int) -> None:
-    layer = layer_of(gfx950, 9, 3, 96, 64, activation_dtype="fp8")
+    layer = layer_of(gfx950, *SMALL, activation_dtype="fp8")
     x, _, _ = layer.tokens(tokens)
-    logits = torch.randn(tokens, 9, generator=layer.random).bfloat16().to(gfx950)
-    weights, ids = moe_topk.operator.body(logits, 3)
+    logits = torch.randn(tokens, 4, generator=layer.random).bfloat16().to(gfx950)
+    weights, ids = moe_topk.operator.body(logits, 2)
     got = moe_topk_apply(x, logits, layer.prepared, layer.plan)
     assert relative_error(got, moe_apply(x, layer.prepared, weights, ids, layer.plan).float()) <= 1e-3
 
 
 @pytest.mark.parametrize("activation_dtype", ["fp8", pytest.param("none", marks=pytest.mark.slow)])
 def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device, activation_dtype: str) -> None:
-    layer = layer_of(gfx950, 4, 2, 96, 64, activation_dtype=activation_dtype)
+    layer = layer_of(gfx950, *SMALL, activation_dtype=activation_dtype)
     x, weights, ids = layer.tokens(5)
     for launch in (few.moe_apply_few, grouped.moe_apply_many):
         clean = launch(x, layer.prepared, weights, ids, layer.plan)
@@ -203,11 +207,13 @@ def test_compiled_code(emulator: Any, options: dict[str, Any]) -> None:
     """At DeepSeek-V3's sizes, there are no spills, no loops around buffer instructions, and no bank conflicts in the tiled
     GEMMs."""
     cpu = torch.device("cpu")
-    for sizes, tokens in (((4, 2, 7168, 32), 4), ((8, 8, 32, 2048), 4), ((4, 1, 7168, 32), 1)):
+    # Rows of 7136 and of 7168 elements have the same blocks. With 7136, which is not a multiple of 512, other tests share the down
+    # projection's kernel.
+    for sizes, tokens in (((4, 2, 7136, 32), 4), ((8, 8, 32, 2048), 4), ((4, 2, 7136, 32), 1)):
         layer = layer_of(cpu, *sizes, **options)
         if few.few_enough(tokens, layer.plan, layer.prepared):
             few.moe_apply_few(*_arguments(layer, tokens))
-    layer = layer_of(cpu, 2, 1, 1056, 32, **options)
+    layer = layer_of(cpu, 2, 2, 992, 32, **options)
     for tile in {NARROW, grouped.tile_for(10**6, layer.plan)}:
         grouped.moe_apply_many(*_arguments(layer, 3), tile=tile)
     launches = [launch for launch in emulator.launches if launch.kernel in ("first_kernel", "second_kernel", "grouped_kernel")]
@@ -227,10 +233,10 @@ def _arguments(layer: RandomLayer, tokens: int) -> tuple[Any, ...]:
 
 def test_launches(emulator: Any) -> None:
     """A call has the same launches as with mxfp4 weights, but never the wide kernel."""
-    layer = layer_of(torch.device("cpu"), 4, 2, 96, 64, activation_dtype="fp8")
-    moe_apply(*_arguments(layer, 1))
+    layer = layer_of(torch.device("cpu"), *SMALL, activation_dtype="fp8")
+    moe_apply(*_arguments(layer, 5))
     assert [launch.kernel for launch in emulator.launches] == ["first_kernel", "second_kernel"]
-    moe_apply(*_arguments(layer, 200))
+    moe_apply(*_arguments(layer, 70))
     names = ["route_kernel", "grouped_kernel", "encode_kernel", "grouped_kernel", "combine_kernel"]
     assert [launch.kernel for launch in emulator.launches[2:]] == names
 

@@ -31,7 +31,7 @@ FEW_DTYPES = [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for 
 # pairs routes.
 SIZES = [
     *((1, 128, 4), (4, 8, 4), (16, 9, 4), (5, 9, 3), (2, 12, 8), (3, 5, 1), (24, 9, 2), (7, 300, 6)),
-    *((37, 9, 3), (64, 128, 4), (100, 8, 8)),
+    *((21, 8, 4), (64, 128, 4), (100, 8, 8)),
     *((65, 128, 2), (20, 9, 3)),
 ]
 
@@ -48,7 +48,7 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
     check_case(gfx950, f"moe_topk_apply_mxfp4{'_float32_fp8' if case.name.endswith('float32') else ''}", case)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool) -> None:
@@ -89,7 +89,7 @@ def test_launches(emulator: Any) -> None:
     for tokens, wanted in (
         (16, ["routed_first_kernel", "second_kernel"]),
         (17, ["choose_kernel", "first_kernel", "second_kernel"]),
-        (40, ["choose_and_route_kernel", *sorted_products]),
+        (48, ["choose_and_route_kernel", *sorted_products]),
         (128, ["choose_and_route_kernel", *sorted_products]),
         (129, ["choose_kernel", "route_kernel", *sorted_products]),
     ):

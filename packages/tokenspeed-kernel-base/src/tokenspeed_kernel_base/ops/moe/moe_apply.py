@@ -422,7 +422,7 @@ def _() -> list[Case]:
         ),
         Case("fp8 blocks, gpt-oss options", _inputs(9, 4, 2, 160, 160, weight_format="fp8_block", **_GPT_OSS)),
         Case("fp8 blocks, float16", _inputs(5, 4, 2, 256, 128, weight_format="fp8_block", dtype=torch.float16)),
-        Case("mxfp4, float16", _inputs(9, 4, 2, 96, 64, weight_format="mxfp4", dtype=torch.float16)),
+        Case("mxfp4, float16", _inputs(9, 6, 2, 64, 96, weight_format="mxfp4", dtype=torch.float16)),
         Case(
             "mxfp4 and fp8 activations, float32", _inputs(5, 4, 2, 64, 32, weight_format="mxfp4", activation_dtype="fp8", **float32)
         ),
