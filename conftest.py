@@ -1,7 +1,9 @@
-"""Implements the marker ``sampled``, for tests with many expensive cases."""
+"""Implements the marker ``sampled``, for tests with many expensive cases. Also keeps the garbage collector from scanning what the
+collection of tests leaves."""
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 
 import pytest
@@ -25,3 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for i, item in enumerate(of_one_test):
             if i not in fast:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Excludes all current objects from garbage collections: modules and thousands of tests, which live until the end anyway. Each
+    full collection would scan them."""
+    gc.collect()
+    gc.freeze()
