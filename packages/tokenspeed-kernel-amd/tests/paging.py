@@ -119,7 +119,7 @@ def check_copied_cache(function: Any, operator: Any, arguments: dict[str, Any]) 
     check(got, reference(operator, arguments))
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheCopyWarning)
-        function(**arguments)
+        function(**arguments, return_lse=True)
     said = function.explain(**arguments).cards
     assert said.keys() == {"k_cache"}
     assert f"copied whole at every call, {2 * k_cache.numel()} bytes" in said["k_cache"]

@@ -71,13 +71,18 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
     _run(gfx950, [1, 127, 128, 129, 130, 0, 1300], window_left=window_left, sinks=True, page_size=16 if window_left < 2 else 64)
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "options"), [(16, {"window_left": 100, "max_seqlen_q": 2}), (64, {"window_left": 127, "sinks": True})], ids=str
+)
+def test_freed_pages(gfx950: torch.device, page_size: int, options: dict[str, Any]) -> None:
     """Results are correct if the window hides whole pages and these pages were freed."""
-    _run(gfx950, [5, 128, 805, 0, 400], window_left=100, max_seqlen_q=2, page_size=page_size, freed=True)
+    _run(gfx950, [5, 128, 805, 0, 400], page_size=page_size, freed=True, **options)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1), pytest.param(40, 1, marks=pytest.mark.slow)])
+# Most other tests have a ratio of 4.
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(4, 4), (8, 1), *(pytest.param(*heads, marks=pytest.mark.slow) for heads in ((8, 2), (40, 1)))]
+)
 def test_head_ratios(gfx950: torch.device, heads: int, kv_heads: int) -> None:
     _run(gfx950, [70, 140], heads=heads, kv_heads=kv_heads, dtype=torch.float16)
 
@@ -116,7 +121,7 @@ def test_slots_that_are_padded(gfx950: torch.device) -> None:
 def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenspeed_kernel_amd.gfx950.attention.decode import mha_decode_with_kvcache as launch
 
-    arguments = inputs(gfx950, [700, 9])
+    arguments = inputs(gfx950, [700, 9], sinks=True)
     wanted = reference(operator, arguments)
     with nothing_read_on_the_host(monkeypatch):
         got = unchecked(operator, launch)(**arguments, return_lse=True)

@@ -30,10 +30,10 @@ def test_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
     _run(gfx950, kv_lens, q_lens, page_size=page_size)
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
+@pytest.mark.parametrize(("page_size", "options"), [(16, {"window_left": 30}), (64, {"window_left": 127, "sinks": True})], ids=str)
+def test_freed_pages(gfx950: torch.device, page_size: int, options: dict[str, Any]) -> None:
     """Results are correct if the window hides whole pages and these pages were freed."""
-    _run(gfx950, [200, 63, 9, 300], [40, 7, 9, 1], page_size=page_size, window_left=30, freed=True)
+    _run(gfx950, [200, 63, 9, 300], [40, 7, 9, 1], page_size=page_size, freed=True, **options)
 
 
 def test_uneven_stretches(gfx950: torch.device) -> None:

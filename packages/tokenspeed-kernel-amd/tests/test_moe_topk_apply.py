@@ -84,21 +84,19 @@ def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k:
 def test_launches(emulator: Any) -> None:
     """Few tokens take two launches. Routing takes one more launch in two cases: if the padded pairs exceed the lanes of a wave, or
     if there are too many tokens for the launch that sorts."""
-    layer = RandomLayer(torch.device("cpu"), 8, 3, 96, 64, activation_dtype="fp8_static")
+    layer = RandomLayer(torch.device("cpu"), 11, 3, 96, 64, activation_dtype="fp8_static")
     sorted_products = ["grouped_kernel", "grouped_kernel", "combine_kernel"]
     for tokens, wanted in (
         (16, ["routed_first_kernel", "second_kernel"]),
         (17, ["choose_kernel", "first_kernel", "second_kernel"]),
         (48, ["choose_and_route_kernel", *sorted_products]),
         (128, ["choose_and_route_kernel", *sorted_products]),
-        (129, ["choose_kernel", "route_kernel", *sorted_products]),
+        (144, ["choose_kernel", "route_kernel", *sorted_products]),
     ):
         x, _, _ = layer.tokens(tokens)
         del emulator.launches[:]
-        moe_topk_apply(x, random_logits(tokens, 8, torch.bfloat16), layer.prepared, layer.plan)
-        assert [launch.kernel for launch in emulator.launches] == [
-            "wide_kernel" if kernel == "grouped_kernel" and tokens * 3 > 48 * 8 else kernel for kernel in wanted
-        ]
+        moe_topk_apply(x, random_logits(tokens, 11, torch.bfloat16), layer.prepared, layer.plan)
+        assert [launch.kernel for launch in emulator.launches] == wanted
 
 
 @pytest.mark.parametrize("dtype", FEW_DTYPES)
