@@ -18,7 +18,7 @@ if torch.cuda.is_available():  # other tests in this process may launch programs
 import tokenspeed_kernel  # noqa: F401  - registers the kernels
 from sm90_emulator import emulated_sm90
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
-from tokenspeed_kernel.workbench.numerics.covering import covering
+from tokenspeed_kernel.workbench.numerics.covering import COMPILATION, covering
 from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_base.cases import Case, Draw, Recipe
 from tokenspeed_kernel_base.operator import get_operator
@@ -77,17 +77,20 @@ SOME = ("cutedsl_mha_prefill_192_128", "cutedsl_mha_extend_with_kvcache_80", "cu
 
 def _parameters() -> list[Any]:
     """Returns the parameters of the next test. A case runs with the kernel that is selected for it, if the case is among the
-    `covering` cases of that kernel. The other tests are marked slow."""
+    covering cases of the kernels that have the same operator and launcher. The other tests are marked slow."""
     best: dict[tuple[str, str], int] = {}
     for spec, case in ELIGIBLE:
         best[spec.operator, case.name] = max(best.get((spec.operator, case.name), 0), spec.priority)
+    related: dict[tuple[str, str], dict[KernelSpec, dict[Case, dict[str, Any]]]] = {}
+    for spec, drawn in DRAWN.items():
+        if WIDTHS.fullmatch(spec.name) is None or spec.name in SOME:
+            first = {case: each for case, each in drawn.items() if spec.priority == best[spec.operator, case.name]}
+            related.setdefault((spec.operator, KernelRegistry.get().get_impl(spec.name).__module__), {})[spec] = first
+    fast = {spec: cases for group in related.values() for spec, cases in covering(group, COMPILATION).items()}
     parameters = []
     for spec, drawn in DRAWN.items():
-        first = {case: each for case, each in drawn.items() if spec.priority == best[spec.operator, case.name]}
-        of_width = WIDTHS.fullmatch(spec.name) is not None and spec.name not in SOME
-        fast = set() if of_width else covering(spec, first)
         for case in drawn:
-            marks = [] if case in fast else [pytest.mark.slow]
+            marks = [] if case in fast.get(spec, ()) else [pytest.mark.slow]
             parameters.append(pytest.param(spec, case, id=f"{spec.name}-{case.name}", marks=marks))
     return parameters
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
-from tokenspeed_kernel.workbench.numerics.covering import covering
+from tokenspeed_kernel.workbench.numerics.covering import INTERPRETATION, covering
 from tokenspeed_kernel.workbench.numerics.verify import default_device, refusal, refusal_of
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.explanation import Request
@@ -63,22 +63,28 @@ def _runs() -> Iterator[Any]:
     reason.
 
     On a GPU, all cases appear, and the test skips those that the kernel rejects. So the workers divide the time to draw cases.
-    In the interpreter, cases that add nothing to the `covering` cases are slow.
+    In the interpreter, cases are slow if they add nothing to the covering cases of the kernels that have the same launcher module.
     """
+    registry = KernelRegistry.get()
     for op in operators():
         cases = [case for case in op.all_cases() if ON_GPU or not case.large]
         drawn = {} if ON_GPU else {case.name: _drawn(op, case) for case in cases}
-        for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
+        taken: dict[KernelSpec, list[Case]] = {}
+        related: dict[str, list[KernelSpec]] = defaultdict(list)
+        for spec in registry.get_for_operator(op.family, op.mode):
             if spec.capability.gap(PLATFORM) is not None:
                 yield pytest.param(spec, cases[0], marks=_marks(spec), id=f"{spec.name}-{cases[0].name}")
                 continue
             # If a case needs several processes, only these processes can find out whether a kernel rejects the case.
-            taken = [case for case in cases if ON_GPU or case.world_size > 1 or refusal(op, spec, drawn[case.name]) is None]
-            fast = {*taken}
+            taken[spec] = [case for case in cases if ON_GPU or case.world_size > 1 or refusal(op, spec, drawn[case.name]) is None]
             if INTERPRETED and spec.solution == "triton":
-                fast = covering(spec, {case: drawn[case.name] for case in taken})
-            for case in taken:
-                marks = [*_marks(spec), *([] if case in fast else [pytest.mark.slow])]
+                related[registry.get_impl(spec.name).__module__].append(spec)
+        fast: dict[KernelSpec, Collection[Case]] = {**taken}
+        for group in related.values():
+            fast |= covering({spec: {case: drawn[case.name] for case in taken[spec]} for spec in group}, INTERPRETATION)
+        for spec, possible in taken.items():
+            for case in possible:
+                marks = [*_marks(spec), *([] if case in fast[spec] else [pytest.mark.slow])]
                 yield pytest.param(spec, case, marks=marks, id=f"{spec.name}-{case.name}")
 
 

@@ -11,48 +11,53 @@ from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.spec import KernelSpec
 
-# Cases with less work than this many elements take tenths of a second in Triton's interpreter.
-SMALL = 4096
+# What a case costs in addition to its work, as a number of elements: in Triton's interpreter, and where a case compiles a kernel.
+INTERPRETATION = 4096
+COMPILATION = 1_000_000
 # Floating-point operations that take about as long as one more element of an argument.
 FLOPS_PER_ELEMENT = 64
 
 
-def covering(spec: KernelSpec, drawn: Mapping[Case, dict[str, Any]]) -> set[Case]:
-    """Returns the small cases, and few larger ones, such that each fact about any of the cases holds for one that is returned.
+def covering(drawn: Mapping[KernelSpec, Mapping[Case, dict[str, Any]]], start: float) -> dict[KernelSpec, set[Case]]:
+    """Selects few cases of kernels that share their device code. Each fact about any of the cases holds for a selected case of some
+    kernel. If a kernel has cases with floating-point operations, one of them is selected. The same holds for cases without.
 
     Facts are: the value of a trait, the format of an operand, the dtype of a tensor, whether an option is given, the value of a
     flag, whether a tensor is contiguous or empty, the number of processes.
 
     Args:
-        spec: a kernel that is eligible for all of the cases.
-        drawn: the complete arguments of each case.
+        drawn: by kernel of one operator, the complete arguments of each case for which the kernel is eligible.
+        start: what each case costs in addition to its work, as a number of elements.
     """
-    op = get_operator(spec.operator)
-    cases = list(drawn)
-    facts = [_facts(op, spec, case, arguments) for case, arguments in drawn.items()]
-    work = [_work(op, arguments) for arguments in drawn.values()]
-    kept = cover(facts, work, [i for i, amount in enumerate(work) if amount < SMALL])
-    return {cases[i] for i in kept}
+    pairs = [(spec, case) for spec, cases in drawn.items() for case in cases]
+    facts, costs = [], []
+    for spec, case in pairs:
+        op, arguments = get_operator(spec.operator), drawn[spec][case]
+        facts.append(_facts(op, spec, case, arguments) | {("kernel", spec.name, op.cost_of(arguments).flops > 0)})
+        costs.append(start + _work(op, arguments))
+    kept: dict[KernelSpec, set[Case]] = {spec: set() for spec in drawn}
+    for i in cover(facts, costs):
+        kept[pairs[i][0]].add(pairs[i][1])
+    return kept
 
 
-def cover(facts: Sequence[frozenset[Hashable]], costs: Sequence[float], given: Sequence[int] = ()) -> set[int]:
-    """Returns indices of sets whose union is the union of all sets, at a low total cost. The sets of ``given`` are among these.
+def cover(facts: Sequence[frozenset[Hashable]], costs: Sequence[float]) -> set[int]:
+    """Returns indices of sets whose union is the union of all sets, at a low total cost.
 
     The choice is greedy: next comes the set with the most missing facts for its cost. It depends on nothing but the arguments.
 
     >>> sorted(cover([frozenset("abc"), frozenset("ab"), frozenset("c")], [9, 1, 1]))
     [1, 2]
     """
-    missing = frozenset[Hashable]().union(*facts).difference(*(facts[i] for i in given))
+    missing = frozenset[Hashable]().union(*facts)
     chosen: list[int] = []
     while missing:
         chosen.append(max(range(len(facts)), key=lambda i: len(facts[i] & missing) / costs[i]))
         missing -= facts[chosen[-1]]
     for i in sorted(chosen, key=lambda i: -costs[i]):  # sets that were chosen later may have made this one redundant
-        others = [*given, *(other for other in chosen if other != i)]
-        if facts[i] <= frozenset[Hashable]().union(*(facts[other] for other in others)):
+        if facts[i] <= frozenset[Hashable]().union(*(facts[other] for other in chosen if other != i)):
             chosen.remove(i)
-    return {*given, *chosen}
+    return {*chosen}
 
 
 def _facts(op: Operator[Any, Any], spec: KernelSpec, case: Case, arguments: dict[str, Any]) -> frozenset[Hashable]:
