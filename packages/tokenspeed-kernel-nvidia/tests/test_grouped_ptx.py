@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ pytest.importorskip("sm90_emulator")
 
 from sm90_emulator.launching import launch
 from sm90_emulator.memory import Memory
+from sm90_emulator.programs import ptx
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_nvidia._programs import Program
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
@@ -51,17 +51,7 @@ from .test_grouped import COLUMNS, tiles_of
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that compiles a program once and returns its PTX."""
-    folder = tmp_path_factory.mktemp("ptx")
-
-    @functools.cache
-    def text_of(program: Program[Any], config: Any) -> str:
-        Path(folder).mkdir(exist_ok=True)
-        return str(program.compile(config, f"--keep-ptx --dump-dir {folder}").__ptx__)
-
-    return text_of
+text_of = functools.cache(ptx)
 
 
 def bytes_of(x: Tensor) -> Any:
@@ -73,7 +63,6 @@ class Launches:
 
     def __init__(
         self,
-        texts: Any,
         layer: RandomLayer,
         columns: int,
         call: tuple[Tensor, Tensor, Tensor],
@@ -81,7 +70,7 @@ class Launches:
         **options: Any,
     ) -> None:
         self.options = options  # the emulator's options
-        self.texts, self.layer, self.plan, self.columns = texts, layer, layer.plan, columns
+        self.layer, self.plan, self.columns = layer, layer.plan, columns
         self.x, self.weights, self.ids = call
         self.seed = seed + 1
         self.memory = Memory(1 << 25)
@@ -94,7 +83,7 @@ class Launches:
         return self.memory.put(np.full(size, 0xFF, np.uint8))
 
     def launch(self, program: Program[Any], config: Any, arguments: list[Any], threads: int, *grid: int, cluster: int = 1) -> None:
-        text, options = self.texts(program, config), self.options
+        text, options = text_of(program, config), self.options
         launch(text, arguments, threads, grid, self.memory, cluster=cluster, seed=self.seed, **options)
 
     def schedule(self, ctas: int = 1) -> None:
@@ -191,14 +180,14 @@ def some_experts(ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("columns", "ctas"), [*((columns, 1) for columns in COLUMNS), (FEWEST_COLUMNS, SORTING_CTAS)])
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(3, 1, 300), (33, 4, 50), (384, 8, 20), (2, 2, 1), (33, 4, 700)])
-def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: int, ctas: int) -> None:
+def test_schedule(experts: int, top_k: int, tokens: int, columns: int, ctas: int) -> None:
     layer = RandomLayer(CPU, experts, top_k, 32, 32)
     x, weights, ids = layer.tokens(tokens)
     if tokens == 300:  # at both tile widths, the last pairs of some experts are too few for a separate tile
         ids[:70], ids[70:235], ids[235:] = 0, 2, 1
     elif tokens > 1:
         ids = some_experts(ids)
-    call = Launches(texts, layer, columns, (x, weights, ids), seed=tokens)
+    call = Launches(layer, columns, (x, weights, ids), seed=tokens)
     call.schedule(ctas)
 
     flat = ids.flatten()
@@ -242,7 +231,6 @@ def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: in
     ],
 )
 def test_layers(
-    texts: Any,
     dtype: torch.dtype,
     columns: int,
     experts: int,
@@ -254,7 +242,7 @@ def test_layers(
     layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, dtype=dtype, **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     ids = some_experts(ids) if experts > 1 else ids
-    call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)
+    call = Launches(layer, columns, (x, weights, ids), seed=hidden)
     call.schedule()
     compare(call.combine(call.gemms(PLAIN)), layer.wanted(x, weights, ids))
 
@@ -274,7 +262,6 @@ def test_layers(
     ],
 )
 def test_rounded_layers(
-    texts: Any,
     inputs: tuple[str, ...],
     dtype: torch.dtype,
     columns: int,
@@ -289,7 +276,7 @@ def test_rounded_layers(
         layer.spread_scales(range(1, experts - 1))
     x, weights, ids = layer.tokens(tokens)
     ids = some_experts(ids)
-    call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)
+    call = Launches(layer, columns, (x, weights, ids), seed=hidden)
     call.schedule()
     got, wanted = call.combine(call.gemms(*inputs)).float(), layer.wanted(x, weights, ids)
     # Intermediate values are rounded before they are quantised, so some quantised values are adjacent fp8 values.
@@ -305,14 +292,14 @@ def test_rounded_layers(
         pytest.param(2, 2, 32, 1312, 9, marks=pytest.mark.slow),
     ],
 )
-def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
+def test_split_layers(experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
     """Asserts that results are correct if each element is split into two fp8 values."""
     layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, **GPT_OSS)
     layer.spread_scales([1])
     x, weights, ids = layer.tokens(tokens)
     ids = some_experts(ids)
     # Shared memory may hold values that an earlier kernel left, such as an infinite scale.
-    call = Launches(texts, layer, SPLIT_COLUMNS, (x, weights, ids), seed=hidden, shared_byte=0x3F)
+    call = Launches(layer, SPLIT_COLUMNS, (x, weights, ids), seed=hidden, shared_byte=0x3F)
     call.schedule()
     compare(call.combine(call.gemms(PARTS)), layer.wanted(x, weights, ids))
 
@@ -327,7 +314,7 @@ def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, interme
         (VALUES, torch.float32, 96),
     ],
 )
-def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
+def test_rounding(inputs: str, dtype: torch.dtype, k: int) -> None:
     """Tests the rounding kernels. Rows are float32 if tokens are float16."""
     rows = torch.randn(3, k, generator=torch.Generator().manual_seed(k)) * torch.tensor([[1.0], [300.0], [1e-3]])
     rows[2, 7] = 0.0
@@ -341,7 +328,7 @@ def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
     wide = dtype == torch.float32
     config = Rounding("bfloat16" if dtype == torch.bfloat16 else "float16", inputs, k == 96 and not wide, wide)
     arguments = [memory.put(bytes_of(given)), k, result, k, scales, k]
-    launch(texts(grouped.rounding_program, config), arguments, 128, (3,), memory, seed=k)
+    launch(text_of(grouped.rounding_program, config), arguments, 128, (3,), memory, seed=k)
     wanted, wanted_scales = rounded(given, inputs, torch.float16 if wide else dtype)
     assert (wanted_scales < 0).flatten().tolist() == [False, inputs == PARTS, False]
     assert torch.equal(torch.from_numpy(memory.get(scales, np.float32, 3)), wanted_scales.flatten())

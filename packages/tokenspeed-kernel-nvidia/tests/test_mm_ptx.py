@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ pytest.importorskip("sm90_emulator")
 
 from sm90_emulator.launching import launch
 from sm90_emulator.memory import Memory
+from sm90_emulator.programs import ptx
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
@@ -44,20 +44,9 @@ CALLS = {
 TOLERANCE = {BF16: 4.5e-3, F16: 6e-4, SINGLE: 1e-5}
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that compiles a program once and returns its PTX."""
-    folder = tmp_path_factory.mktemp("ptx")
-
-    @functools.cache
-    def text_of(config: Config | SplitConfig) -> str:
-        Path(folder).mkdir(exist_ok=True)
-        options = f"--keep-ptx --dump-dir {folder}"
-        if isinstance(config, SplitConfig):
-            return str(split_program.compile(config, options).__ptx__)
-        return str(mm_program.compile(config, options).__ptx__)
-
-    return text_of
+@functools.cache
+def text_of(config: Config | SplitConfig) -> str:
+    return ptx(split_program if isinstance(config, SplitConfig) else mm_program, config)
 
 
 def bytes_of(x: Tensor) -> Any:
@@ -72,7 +61,7 @@ def table_of(memory: Memory, scale: Tensor | None) -> list[int]:
     return [memory.put(bytes_of(stored)), row, column]
 
 
-def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, sharing: Any = "", seed: int = 0) -> None:
+def run(name: str, m: int, k: int, n: int, ctas: int, sharing: Any = "", seed: int = 0) -> None:
     made, dtype = CALLS[name]
     given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, seed))
     a, b, bias = (given[each] for each in ("a", "b", "bias"))
@@ -92,7 +81,7 @@ def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, sharing: Any =
         16.0 / layout.chunk_bytes, layout.scales, layout.activations, out, n, 1,
         *([0, 0] if bias is None else [memory.put(bytes_of(bias)), KINDS[bias.dtype]]), *scales_of,
     ]  # fmt: skip
-    launch(texts(config), arguments, config.threads + 32, (ctas,), memory, cluster=config.together, seed=seed + 1)
+    launch(text_of(config), arguments, config.threads + 32, (ctas,), memory, cluster=config.together, seed=seed + 1)
     _check(memory, out, given, dtype, m, n)
 
 
@@ -106,7 +95,7 @@ def _check(memory: Memory, out: int, given: dict[str, Any], dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 288, 8), (16, 4360, 13), (9, 72, 3)])
-def test_split_rows(texts: Any, m: int, k: int, n: int) -> None:
+def test_split_rows(m: int, k: int, n: int) -> None:
     """Tests clusters whose CTAs split k. Some CTAs have no part of k, some rows do not exist, and warps have several 64-byte
     parts."""
     name = "dense bfloat16" if n > 8 else "dense float16"
@@ -122,40 +111,40 @@ def test_split_rows(texts: Any, m: int, k: int, n: int) -> None:
         memory.put(bytes_of(b.mT)), 2 * k, 2 * k, part, memory.put(bytes_of(a)), 2 * k, m, n, out, n, 1,
         memory.put(bytes_of(bias)), KINDS[bias.dtype],
     ]  # fmt: skip
-    launch(texts(config), arguments, config.threads, (ctas,), memory, cluster=SPLIT, seed=1)
+    launch(text_of(config), arguments, config.threads, (ctas,), memory, cluster=SPLIT, seed=1)
     _check(memory, out, given, dtype, m, n)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_kind_of_weights(texts: Any, name: str) -> None:
+def test_every_kind_of_weights(name: str) -> None:
     """Tests two CTAs with different numbers of rows, a partly filled tile, and rows that end within a stage."""
-    run(texts, name, 3, 288, 21, 2)
-    run(texts, name, 11, 96, 9, 1)
+    run(name, 3, 288, 21, 2)
+    run(name, 11, 96, 9, 1)
 
 
 @pytest.mark.parametrize("m", [2, 9])
-def test_several_groups_and_chunks(texts: Any, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_groups_and_chunks(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests rows of several chunks, whose partial sums are accumulated, and several groups, which each load the activations
     again."""
     layout = layout_of(config_of("bfloat16", "dense", "none", "bfloat16", m), m, 4608)
     assert layout is not None
     short = dataclasses.replace(layout, chunk_bytes=2048, stages=2)
     monkeypatch.setattr(f"{__name__}.layout_of", lambda *given: short)
-    run(texts, "dense bfloat16", m, 2304, GROUP + 3, 1)
+    run("dense bfloat16", m, 2304, GROUP + 3, 1)
 
 
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize("n", [7, 39])
-def test_clusters(texts: Any, m: int, n: int) -> None:
+def test_clusters(m: int, n: int) -> None:
     """Tests a cluster whose CTAs split k. The last CTA has a shorter part of each row, and some CTAs have no rows to write."""
-    run(texts, "dense bfloat16", m, 1856, n, CLUSTER, "weights")
+    run("dense bfloat16", m, 1856, n, CLUSTER, "weights")
 
 
-def test_two_clusters(texts: Any) -> None:
-    run(texts, "dense float16", 3, 1792, 11, 2 * CLUSTER, "weights")
+def test_two_clusters() -> None:
+    run("dense float16", 3, 1792, 11, 2 * CLUSTER, "weights")
 
 
-def test_pairs(texts: Any) -> None:
+def test_pairs() -> None:
     """Tests clusters of two CTAs that multicast the activations to each other."""
-    run(texts, "dense bfloat16", 11, 288, 21, 4, "activations")
-    run(texts, "dense float16", 16, 1056, 9, 2, "activations")
+    run("dense bfloat16", 11, 288, 21, 4, "activations")
+    run("dense float16", 16, 1056, 9, 2, "activations")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ pytest.importorskip("sm90_emulator")
 
 from sm90_emulator.launching import launch
 from sm90_emulator.memory import Memory
+from sm90_emulator.programs import ptx
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as operator
 from tokenspeed_kernel_nvidia.cutedsl.launch import KINDS
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import GROUP_PAIRS, QkvConfig, launch_parameters_of
@@ -25,17 +25,9 @@ BF16 = torch.bfloat16
 PAGES, PAGE_SIZE, POSITIONS = 3, 4, 32
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that compiles a program once and returns its PTX."""
-    folder = tmp_path_factory.mktemp("ptx")
-
-    @functools.cache
-    def text_of(config: QkvConfig) -> str:
-        Path(folder).mkdir(exist_ok=True)
-        return str(rmsnorm_qkv_rope_program.compile(config, f"--keep-ptx --dump-dir {folder}").__ptx__)
-
-    return text_of
+@functools.cache
+def text_of(config: QkvConfig) -> str:
+    return ptx(rmsnorm_qkv_rope_program, config)
 
 
 def bytes_of(x: Tensor) -> Any:
@@ -48,7 +40,6 @@ def close(got: Tensor, wanted: Tensor) -> None:
 
 
 def run(
-    texts: Any,
     tokens: int,
     hidden: int,
     heads: int,
@@ -92,7 +83,7 @@ def run(
         for number in (at, *cache.stride())), slots_at, wide, 1, PAGE_SIZE, heads, kv_heads, pairs // numbers.ctas,
         pairs % numbers.ctas,
     ]  # fmt: skip
-    launch(texts(config), arguments, config.gemm.threads + 32, (numbers.ctas,), memory, seed=seed + 1)
+    launch(text_of(config), arguments, config.gemm.threads + 32, (numbers.ctas,), memory, seed=seed + 1)
     given = {} if slots is None else {"k_cache": caches[0], "v_cache": caches[1], "slot_mapping": slots}
     found = operator.operator.reference(
         *operator.operator.complete(
@@ -118,22 +109,22 @@ def run(
             assert torch.equal(got(at, *cache.shape).flatten(0, 1)[kept], cache.flatten(0, 1)[kept])
 
 
-def test_a_token_in_the_cache(texts: Any) -> None:
+def test_a_token_in_the_cache() -> None:
     """Tests CTAs with different numbers of pairs of weight rows. Some heads are divided between two CTAs."""
-    run(texts, 1, 288, 2, 1, 64, 3, slots=torch.tensor([7]))
+    run(1, 288, 2, 1, 64, 3, slots=torch.tensor([7]))
 
 
-def test_several_tokens(texts: Any) -> None:
+def test_several_tokens() -> None:
     """Tests several tokens, which different warps process. One token is not written to the cache."""
-    run(texts, 3, 96, 2, 1, 64, 5, slots=torch.tensor([5, -1, 0]), index_dtype=torch.int32, norm_dtype=torch.float32)
-    run(texts, 8, 1056, 1, 1, 64, 4, residual=False, norm_dtype=torch.float16)
+    run(3, 96, 2, 1, 64, 5, slots=torch.tensor([5, -1, 0]), index_dtype=torch.int32, norm_dtype=torch.float32)
+    run(8, 1056, 1, 1, 64, 4, residual=False, norm_dtype=torch.float16)
 
 
-def test_several_groups(texts: Any) -> None:
+def test_several_groups() -> None:
     """Tests a CTA with more pairs of weight rows than its shared memory holds at once."""
     assert 2 * GROUP_PAIRS < 64 * 3 // 2
-    run(texts, 2, 64, 1, 1, 64, 2, bias=False, slots=torch.tensor([1, 2]))
+    run(2, 64, 1, 1, 64, 2, bias=False, slots=torch.tensor([1, 2]))
 
 
-def test_wide_heads(texts: Any) -> None:
-    run(texts, 2, 40, 2, 1, 128, 9, slots=torch.tensor([11, 3]))
+def test_wide_heads() -> None:
+    run(2, 40, 2, 1, 128, 9, slots=torch.tensor([11, 3]))

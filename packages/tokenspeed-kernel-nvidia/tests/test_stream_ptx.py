@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ pytest.importorskip("sm90_emulator")
 
 from sm90_emulator.launching import launch
 from sm90_emulator.memory import Memory
+from sm90_emulator.programs import ptx
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS, STRIP, blocks_of, panel_bytes, panels_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
@@ -27,17 +27,9 @@ from .experts import GPT_OSS, RandomLayer, compare
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that compiles a program once and returns its PTX."""
-    folder = tmp_path_factory.mktemp("ptx")
-
-    @functools.cache
-    def text_of(config: Config) -> str:
-        Path(folder).mkdir(exist_ok=True)
-        return str(stream.stream_program.compile(config, f"--keep-ptx --dump-dir {folder}").__ptx__)
-
-    return text_of
+@functools.cache
+def text_of(config: Config) -> str:
+    return ptx(stream.stream_program, config)
 
 
 def bytes_of(x: Tensor) -> Any:
@@ -45,7 +37,7 @@ def bytes_of(x: Tensor) -> Any:
 
 
 def executed(
-    texts: Any, layer: RandomLayer, call: tuple[Tensor, Tensor, Tensor], ctas: int, turns: int, resident: int = 132, seed: int = 0
+    layer: RandomLayer, call: tuple[Tensor, Tensor, Tensor], ctas: int, turns: int, resident: int = 132, seed: int = 0
 ) -> Tensor:
     """Runs a launch, and returns its output. The launch must leave its counters at zero."""
     x, weights, ids = call
@@ -72,7 +64,7 @@ def executed(
     options = [turns, plan.num_experts, plan.hidden_size, plan.intermediate_size, plan.top_k, plan.alpha, limit, plan.beta]
     given = [x_at, plan.hidden_size, ids_at, weights_at, out, plan.hidden_size, len(x), activated, slots, counters]
     arguments = [*layers, *options, *given]
-    launch(texts(config), arguments, THREADS, (ctas,), memory, resident=resident, seed=seed + 1)
+    launch(text_of(config), arguments, THREADS, (ctas,), memory, resident=resident, seed=seed + 1)
     assert not memory.get(counters, np.int32, counts).any()
     return torch.from_numpy(memory.get(out, np.uint8, 2 * x.numel())).view(plan.dtype).view(x.shape)
 
@@ -95,7 +87,6 @@ def some_experts(ids: Tensor) -> Tensor:
     ],
 )
 def test_layers(
-    texts: Any,
     dtype: torch.dtype,
     experts: int,
     top_k: int,
@@ -109,7 +100,7 @@ def test_layers(
     x, weights, ids = layer.tokens(tokens)
     if tokens > 1:
         ids = some_experts(ids)
-    got = executed(texts, layer, (x, weights, ids), ctas, turns, seed=tokens)
+    got = executed(layer, (x, weights, ids), ctas, turns, seed=tokens)
     compare(got, layer.wanted(x, weights, ids))
 
 
@@ -117,7 +108,7 @@ def test_layers(
     ("tokens_by", "w13_by", "w2_by", "activation_dtype"),
     [(80, -80, 0, "none"), (-80, 80, 0, "none"), (0, 55, -100, "none"), (-120, 110, 0, "fp8"), (0, 55, -100, "fp8")],
 )
-def test_very_large_and_small_values(texts: Any, tokens_by: int, w13_by: int, w2_by: int, activation_dtype: str) -> None:
+def test_very_large_and_small_values(tokens_by: int, w13_by: int, w2_by: int, activation_dtype: str) -> None:
     """Tests tokens and weights that are multiplied by powers of 2. The projections and gate * up do not overflow float32. The
     smallest tokens have the smallest scale of fp8 activations.
     """
@@ -130,23 +121,23 @@ def test_very_large_and_small_values(texts: Any, tokens_by: int, w13_by: int, w2
     layer.prepare()
     x, weights, ids = layer.tokens(3)
     x = x * 2.0**tokens_by
-    compare(executed(texts, layer, (x, weights, ids), 2, 1), layer.wanted(x, weights, ids))
+    compare(executed(layer, (x, weights, ids), 2, 1), layer.wanted(x, weights, ids))
 
 
-def test_activations_beyond_float16(texts: Any) -> None:
+def test_activations_beyond_float16() -> None:
     """Asserts that the result of a token with infinity is NaN, and that no other token's result is."""
     layer = RandomLayer(CPU, 4, 2, 64, 96, dtype=torch.float16)
     x, weights, ids = layer.wide_tokens(5)
     wanted = layer.wanted(x, weights, ids)
     assert layer.plan.wide_activations
     x[3, 9] = torch.inf
-    got = executed(texts, layer, (x, weights, ids), 2, 1)
+    got = executed(layer, (x, weights, ids), 2, 1)
     assert got[3].isnan().all()
     compare(got[[0, 1, 2, 4]], wanted[[0, 1, 2, 4]])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_small_elements_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
+def test_small_elements_beside_outliers(dtype: torch.dtype) -> None:
     """Tests outliers in some tokens and in all activations. The weights of the outliers are zero."""
     layer = RandomLayer(CPU, 3, 2, 64, 96, dtype=dtype, bias=True)
     assert layer.given.w13_weight_bias is not None
@@ -154,19 +145,19 @@ def test_small_elements_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
     layer.given.w2_weight[..., 0] &= 0xF0
     x, weights, ids = layer.outlier_tokens(5, 2.0**20 if dtype == torch.bfloat16 else 2.0**15)
     x[:2] = x[:2].clamp(max=2.0)
-    compare(executed(texts, layer, (x, weights, ids), 2, 1), layer.wanted(x, weights, ids))
+    compare(executed(layer, (x, weights, ids), 2, 1), layer.wanted(x, weights, ids))
 
 
-def test_a_pair_twice_and_ctas_that_come_late(texts: Any) -> None:
+def test_a_pair_twice_and_ctas_that_come_late() -> None:
     """Tests tokens that choose an expert twice, on a device that runs only one CTA at a time."""
     layer = RandomLayer(CPU, 4, 4, 64, 32, **GPT_OSS)
     x, weights, _ = layer.tokens(3)
     ids = torch.tensor([[3, 3, 3, 3], [3, -1, 3, 0], [2, 3, 1, 0]], dtype=torch.int32)
-    compare(executed(texts, layer, (x, weights, ids), 2, 1, resident=1), layer.wanted(x, weights, ids))
+    compare(executed(layer, (x, weights, ids), 2, 1, resident=1), layer.wanted(x, weights, ids))
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 5), (torch.float16, 5), (torch.bfloat16, 21)], ids=str)
-def test_fp8_activations(texts: Any, dtype: torch.dtype, tokens: int) -> None:
+def test_fp8_activations(dtype: torch.dtype, tokens: int) -> None:
     """Asserts that results are exact except for the rounding of the output. Both quantisations are those of the operator.
     float8_e5m2 does not represent the weights of one expert exactly. With many tokens, this expert has more pairs than one entry
     holds.
@@ -180,7 +171,7 @@ def test_fp8_activations(texts: Any, dtype: torch.dtype, tokens: int) -> None:
     x[2] = 0
     wanted = layer.wanted(x, weights, ids)
     x[3, 9], x[4, 8] = torch.inf, torch.nan
-    got = executed(texts, layer, (x, weights, ids), 2, 1, seed=tokens)
+    got = executed(layer, (x, weights, ids), 2, 1, seed=tokens)
     assert got[3:5].isnan().all()
     finite = [0, 1, 2, *range(5, tokens)]
     compare(got[finite], wanted[finite])

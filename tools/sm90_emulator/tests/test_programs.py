@@ -61,6 +61,39 @@ def test_ptx_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert file.read_text() == "text"
 
 
+def test_ptx_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM90_EMULATOR_CACHE", str(tmp_path))
+    cubin = bytes(ELF) + b"\1"
+    cutedsl.keep(cubin, "a text")
+    library = b"\x7fELF of the host" + fat((1, b".version 8.8"), (2, cubin)) + b"more"
+    assert cutedsl.ptx_in(library) == "a text"
+    with pytest.raises(EmulationError, match="there is no PTX"):
+        cutedsl.ptx_in(fat((2, bytes(ELF) + b"\2")))
+    with pytest.raises(EmulationError, match="without a fat binary"):
+        cutedsl.ptx_in(b"\x7fELF of the host")
+
+
+@pytest.mark.slow
+def test_a_program_is_compiled_once_for_its_ptx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of the program finds it in the cache, and `ptx` does, too."""
+    pytest.importorskip("cutlass")
+    from sm90_emulator.programs import Recording, ptx
+    from tokenspeed_kernel_nvidia.program_backend import use_backend
+    from tokenspeed_kernel_nvidia.sm90.moe.grouped.launch import combine_program
+
+    monkeypatch.setenv("SM90_EMULATOR_CACHE", str(tmp_path))
+    config = combine_program.configs()[0]
+    text = ptx(combine_program, config)
+    assert ".entry" in text
+    recording = Recording()
+    with use_backend(recording):
+        combine_program.cached(config)
+        assert recording.last is None
+        assert str(combine_program.compile(config).__ptx__) == text
+        assert recording.last is not None
+    assert ptx(combine_program, config) == text
+
+
 def test_only_cpu_tensors_are_disguised() -> None:
     for value in (3, 1.5, None, torch.zeros(2, device="meta")):
         assert cutedsl.on_device(value) is value

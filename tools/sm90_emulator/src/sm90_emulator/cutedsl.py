@@ -65,6 +65,19 @@ def cubin_of(image: int) -> bytes:
     raise EmulationError("a fat binary without machine code that is not compressed")
 
 
+def ptx_in(library: bytes) -> str:
+    """Returns the PTX from which the fat binary inside a compiled program's shared library or object file was compiled.
+
+    Raises:
+        EmulationError: there is no fat binary, or its PTX was not kept.
+    """
+    start = library.find(struct.pack("<I", _FATBIN))
+    if start < 0:
+        raise EmulationError("a program without a fat binary")
+    held = ctypes.create_string_buffer(library, len(library))
+    return _text(hashlib.sha256(cubin_of(ctypes.addressof(held) + start)).hexdigest(), "a program")
+
+
 def _elf(image: int) -> bytes:
     head = ctypes.string_at(image, 64)
     (sections,) = struct.unpack_from("<Q", head, 0x28)
