@@ -115,7 +115,7 @@ def _instructions(program: Any, config: Any, folder: Path) -> str:
     return str(program.compile(config, f"--keep-cubin --keep-ptx --dump-dir {folder}").__ptx__)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # `test_emulated` compiles and runs the program with fp8
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 @pytest.mark.parametrize(
     "config",
@@ -132,6 +132,7 @@ def test_prefill_compiles_without_a_gpu(config: Config, tmp_path: Path) -> None:
     assert "e4m3" in ptx
 
 
+@pytest.mark.slow  # `test_emulated` compiles and runs the program with much work
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 def test_decode_compiles_without_a_gpu(tmp_path: Path) -> None:
     assert "e4m3" in _instructions(decode.decode_program, config_of("bfloat16", (64, 64), 64, 8, "much", fp8=True), tmp_path)

@@ -86,8 +86,8 @@ def test_configurations_are_distinguished() -> None:
     assert len(set(map(repr, configs))) == len(configs)
 
 
+@pytest.mark.slow  # `test_emulated` compiles and runs the program
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [Config("bfloat16", 64, 8), Config("float16", 128, 4, page_size=32)], ids=str)
 def test_compiles_without_a_gpu(config: Config) -> None:
     prefill.prefill_program.compile(config)
