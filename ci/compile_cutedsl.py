@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import multiprocessing
 import os
 import re
@@ -25,6 +26,7 @@ import machine_code
 
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia._programs import Program
+from tokenspeed_kernel_nvidia.program_backend import use_backend
 
 # Attribute types in the ELF section .nv.info. The value of a _SIZED_VALUE attribute is the function's symbol and a number.
 _SIZED_VALUE = 4
@@ -91,16 +93,29 @@ def _shared_bytes(host: str) -> int | None:
     return int(constants[-1]) if constants else None
 
 
-def _compile(program: Program[Any], config: Any) -> Compiled:
+def _built(program: Program[Any], config: Any, keep: bool) -> Any:
+    """Compiles a program. If ``keep``, the sm_90 emulator's cache gets the program, so that the emulator's tests do not compile it
+    again. A program that this cache has is compiled nevertheless, because the cache has no report of the compiler."""
+    if not keep:
+        with tempfile.TemporaryDirectory() as folder:
+            return program.compile(config, f"--keep-cubin --keep-ptx --dump-dir {folder}")
+    from sm90_emulator.programs import Recording
+
+    backend = Recording()
+    with use_backend(backend):
+        program.cached(config)
+        return backend.last or program.compile(config)
+
+
+def _compile(program: Program[Any], config: Any, keep: bool) -> Compiled:
     name = warmup.describe(program, config)
     begun = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            compiled = program.compile(config, f"--keep-cubin --keep-ptx --dump-dir {folder}")
-        except Exception as error:  # the error is reported with the other results
-            return Compiled(name, error=f"{type(error).__name__}: {error}")
-        seconds = time.perf_counter() - begun
-        image, ptx = bytes(compiled.__cubin__), str(compiled.__ptx__)
+    try:
+        compiled = _built(program, config, keep)
+    except Exception as error:  # the error is reported with the other results
+        return Compiled(name, error=f"{type(error).__name__}: {error}")
+    seconds = time.perf_counter() - begun
+    image, ptx = bytes(compiled.__cubin__), str(compiled.__ptx__)
     numbers = _numbers(image)
     return Compiled(
         name,
@@ -121,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", default="", help="only for this architecture: sm_90")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--each", action="store_true", help="of each program the first configuration only")
+    parser.add_argument("--keep", action="store_true", help="also write the programs to the cache of the package sm90-emulator")
     options = parser.parse_args(arguments)
     selection = [
         (program, config) for program, config in warmup.select(options.kernel, every=True) if program.arch.startswith(options.arch)
@@ -132,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.perf_counter()
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         results = []
-        for result in pool.map(_compile, *zip(*selection, strict=True)):
+        for result in pool.map(functools.partial(_compile, keep=options.keep), *zip(*selection, strict=True)):
             print(result, flush=True)
             results.append(result)
     broken = [result for result in results if result.error]
