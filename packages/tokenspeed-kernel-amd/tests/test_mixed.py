@@ -201,10 +201,10 @@ EXTEND, DECODE, MERGE = "extend_kernel", "decode_kernel", "merge_kernel"
 @pytest.mark.parametrize(
     ("kv_lens", "q_lens", "options", "kernels"),
     [
-        ([400, 60, 90], [1, 60, 33], {}, [EXTEND, DECODE, MERGE]),
+        ([300, 45, 20], [1, 33, 3], {}, [EXTEND, DECODE, MERGE]),
         ([400, 60, 90], [1, 60, 33], {"window_left": 63}, [EXTEND]),
         ([40, 60, 90], [1, 60, 33], {}, [EXTEND]),
-        ([400, 60, 90], [1, 4, 0], {}, [DECODE, MERGE]),
+        ([401, 60, 90], [1, 4, 0], {}, [DECODE, MERGE]),
         ([40, 60, 90], [1, 1, 1], {}, [DECODE]),
         ([400, 60, 90], [1, 30, 4], {}, [DECODE, MERGE]),
         ([400], [60], {}, [EXTEND]),
