@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, settings
 # Results that were tuned on this machine must not affect tests. The package reads this variable at import, also in processes that
 # tests start.
 os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"
+sys.path.append(str(Path(__file__).parent))  # tests import processes.py
 
 from tokenspeed_kernel_base import config, lowering, measured, memo, platform, selection, watch
 from tokenspeed_kernel_base import operator as operator_module

@@ -9,7 +9,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import Process, run_python, start_python
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.workbench.watching import Contents, ShapeCapture, UnreadableCaptureError, captures, load
@@ -58,9 +58,9 @@ def tidy(path: Path) -> bool:
     return [found.name for found in path.parent.iterdir()] == [path.name]
 
 
-def start_writer(path: Path, calls: int) -> subprocess.Popen[str]:
+def start_writer(path: Path, calls: int) -> Process | subprocess.Popen[str]:
     environment = {**os.environ, "TOKENSPEED_KERNEL_CAPTURE_SHAPES": str(path), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(calls)], env=environment, stdout=subprocess.PIPE, text=True)
+    process = start_python("-c", WRITER, str(calls), env=environment, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -189,7 +189,7 @@ def test_a_folder_that_is_not_writable(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         ShapeCapture(tmp_path / "file" / "shapes")
     environment = {**os.environ, "TOKENSPEED_KERNEL_CAPTURE_SHAPES": str(tmp_path / "file" / "shapes")}
-    done = subprocess.run([sys.executable, "-c", "import tokenspeed_kernel"], env=environment, capture_output=True, text=True)
+    done = run_python("-c", "import tokenspeed_kernel", env=environment)
     assert done.returncode == 1
     assert "ConfigurationError: shapes cannot be captured to" in done.stderr
 
@@ -303,5 +303,5 @@ def test_without_sqlite_the_core_is_imported_all_the_same(tmp_path: Path) -> Non
             tk.start_shape_capture({str(tmp_path / "shapes")!r})
         except OSError as error:
             print(error)"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = run_python("-c", program)
     assert done.stdout == "this Python was built without sqlite3, which locks and captures need\n", done.stderr

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_python, start_python
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -73,9 +74,14 @@ def refused(*words: str) -> str:
     return result.stderr
 
 
-def process(*command: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def process(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(config.PREFIX)} | environment
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=env, cwd=cwd)
+    return run_python(*command, env=env)
+
+
+def without_pytorch(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a process that has not imported PyTorch."""
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -789,7 +795,7 @@ def test_help_and_version_come_without_pytorch() -> None:
     heavy = "[name for name in ('torch', 'tokenspeed_kernel') if name in sys.modules]"
     program = f"import sys, tokenspeed_kernel_command as command; command.main(); print({heavy})"
     for words in ((), ("-h",), ("--help",), ("--version",)):
-        *told, imported = process("-c", program, *words).stdout.splitlines()
+        *told, imported = without_pytorch("-c", program, *words).stdout.splitlines()
         assert imported == "[]"
         assert told == [f"tokenspeed-kernel {__version__}"] or len(told) > len(COMMANDS)
     program = f"""
@@ -806,13 +812,13 @@ def test_help_and_version_come_without_pytorch() -> None:
         ("capture", "show", "--help"),
         ("plugins", "info", "-h"),
     ):
-        *told, imported = process("-c", textwrap.dedent(program), *words).stdout.splitlines()
+        *told, imported = without_pytorch("-c", textwrap.dedent(program), *words).stdout.splitlines()
         assert imported == "[]"
         assert told[0].startswith(f"Usage: tokenspeed-kernel {words[0]} ")
-    done = process("-c", textwrap.dedent(program), "verify", "--devcie", "cpu")
+    done = without_pytorch("-c", textwrap.dedent(program), "verify", "--devcie", "cpu")
     assert "No such option: --devcie" in done.stderr
     assert done.stdout.split() == ["[]"], "wrong options, too, are found at once"
-    assert process("-m", "tokenspeed_kernel", "--version").stdout == f"tokenspeed-kernel {__version__}\n"
+    assert without_pytorch("-m", "tokenspeed_kernel", "--version").stdout == f"tokenspeed-kernel {__version__}\n"
 
 
 def test_the_help_names_every_command_and_says_what_its_docstring_says() -> None:
@@ -831,7 +837,7 @@ def test_what_is_declared_is_what_runs() -> None:
 
 
 def test_the_command_is_a_module_too() -> None:
-    shown = process("-m", "tokenspeed_kernel_command").stdout
+    shown = without_pytorch("-m", "tokenspeed_kernel_command").stdout
     assert re.search(r"^  bench    Time kernels, after", shown, re.MULTILINE)
     assert [line for line in shown.splitlines() if len(line) > 100] == []
 
@@ -971,16 +977,14 @@ def test_a_terminal_gets_colours_and_progress() -> None:
     pty = pytest.importorskip("pty")
     controller, terminal = pty.openpty()
     env = {k: v for k, v in os.environ.items() if not k.startswith(config.PREFIX) and k not in ("NO_COLOR", "FORCE_COLOR")}
-    command = [sys.executable, "-m", "tokenspeed_kernel", "verify", "rmsnorm"]
-    with subprocess.Popen(
-        command, stdout=terminal, stderr=terminal, env=env | {"TERM": "xterm-256color", "COLUMNS": "200"}
-    ) as child:
-        os.close(terminal)
-        seen = bytearray()
-        with contextlib.suppress(OSError):  # on Linux, this error means that the terminal's other end is closed
-            while data := os.read(controller, 4096):
-                seen += data
+    env |= {"TERM": "xterm-256color", "COLUMNS": "200"}
+    child = start_python("-m", "tokenspeed_kernel", "verify", "rmsnorm", stdout=terminal, stderr=terminal, env=env)
+    os.close(terminal)
+    seen = bytearray()
+    with contextlib.suppress(OSError):  # on Linux, this error means that the terminal's other end is closed
+        while data := os.read(controller, 4096):
+            seen += data
     os.close(controller)
-    assert child.returncode == 0, seen.decode()
+    assert child.wait() == 0, seen.decode()
     assert b"\x1b[32mpassed" in seen
     assert b"verifying" in seen

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_python
 
 import tokenspeed_kernel
 from tokenspeed_kernel import NoKernelFoundError, plugins
@@ -92,7 +93,7 @@ def run(installed: dict[str, Path]) -> Run:
         env.update({PREFIX + name: value for name, value in environment.items()})
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [*(str(installed[p]) for p in packages), env.get("PYTHONPATH")]))
         source = PREAMBLE + textwrap.dedent(program) + "\nprint(json.dumps(result))"
-        done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=False)
+        done = run_python("-c", source, env=env)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1]), done.stderr
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run_python
 
 import tokenspeed_kernel
 from tokenspeed_kernel.workbench.watching import (
@@ -114,9 +115,7 @@ def test_ranges_of_other_profilers_are_opened_and_closed(monkeypatch: pytest.Mon
 
 def python(program: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(config.PREFIX)} | environment
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *words], capture_output=True, text=True, check=False, env=env
-    )
+    return run_python("-c", textwrap.dedent(program), *words, env=env)
 
 
 def test_the_setting_is_a_flag_or_a_folder(tmp_path: Path) -> None:
@@ -400,8 +399,7 @@ print("the program's own words")
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("typer")
-    whole = [sys.executable, "-m", "tokenspeed_kernel", "profile", *words]
-    return subprocess.run(whole, capture_output=True, text=True, check=False)
+    return run_python("-m", "tokenspeed_kernel", "profile", *words)
 
 
 def run(*words: str) -> Any:

@@ -6,7 +6,6 @@ import builtins
 import html.parser
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from processes import run_python
 
 pytest.importorskip("typer")
 pytest.importorskip("jinja2")
@@ -344,7 +344,7 @@ def test_a_missing_library_is_named(missing: str, files: list[str], monkeypatch:
 def test_no_other_command_waits_for_the_libraries() -> None:
     modules = ", ".join(f"tokenspeed_kernel.workbench.cli.{name}" for name in ("bench", "report", "show", "verify"))
     program = f"import sys, {modules}; print(sorted({{'jinja2', 'matplotlib'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert run_python("-c", program).stdout == "[]\n"
 
 
 # -- in a browser -----------------------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ import ast
 import importlib
 import importlib.util
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_python
 
 import tokenspeed_kernel
 from tokenspeed_kernel_base.discovery import DEVICE_SUFFIX, import_modules
@@ -52,7 +52,7 @@ def test_scanning_imports_no_triton() -> None:
         f"found = registry.register_package({PORTABLE!r}); "
         "assert len(found) > 30, found; assert 'triton' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = run_python("-c", program)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from processes import run_python
 
 from tokenspeed_kernel.workbench.tuned import fingerprint
 from tokenspeed_kernel_base import operator as operator_module
@@ -51,9 +50,7 @@ class Laboratory:
 
     def in_a_new_process(self, *words: str) -> list[str]:
         """Runs `lab.py` in a new process, and returns the lines of its output."""
-        program = [sys.executable, str(self.folder / "lab.py"), *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+        done = run_python(str(self.folder / "lab.py"), *words)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 

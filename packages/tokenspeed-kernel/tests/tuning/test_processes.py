@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import Process, start_python
 
 from tokenspeed_kernel.workbench.watching import load
 
@@ -18,14 +18,15 @@ CALLS = 2000
 CALLING = f"import torch, tokenspeed_kernel as tk; x = torch.ones(2, 8); [tk.silu_and_mul(x) for _ in range({CALLS})]"
 
 
-def start(program: list[str], **variables: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, *program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def start(program: list[str], **variables: Path) -> Process | subprocess.Popen[str]:
+    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    return start_python(*program, stdout=subprocess.PIPE, env=environment)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    said, failure = process.communicate()
-    assert process.returncode == 0, failure
+def finish(process: Process | subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    said = process.stdout.read()
+    assert process.wait() == 0
     return said
 
 
