@@ -348,7 +348,7 @@ def test_explain_of_a_call_without_an_eligible_kernel(wrong: str) -> None:
         (["rmsnorm", "residual=3"], "residual is a flag, true or false; got '3'"),
         (["rmsnorm", "hidden=true"], "hidden is not a flag; got 'true'"),
         (["rmsnorm", "hidden=abc"], "hidden is a number; got 'abc'"),
-        (["rmsnorm", "hidden=-3"], "no call of norm.rmsnorm with hidden=-3 could be made from 'gpt-oss-120b decode 64'"),
+        (["rmsnorm", "hidden=-3", "--case", "decode 64"], "hidden=-3 could be made from 'gpt-oss-120b decode 64'"),
         (["rmsnorm", "hidden=100000000000"], "no call of norm.rmsnorm with hidden=100000000000 could be made"),
         (["mm", "out_dtype=floaf16"], "no value of out_dtype 'floaf16'; did you mean 'float16'?"),
         (["rmsnorm", "x=flaot16"], "no dtype 'flaot16'; did you mean 'float16'?"),

@@ -69,8 +69,8 @@ def _check(op: Operator[Any, Any], case: Case, options: dict[str, Any], opcheck:
     provided = {**arguments, **{name: torch.zeros_like(t) for name, t in op.named(arguments, wanted).items()}}
     same = _same(op, arguments)
     if options.get("dynamic") and not ON_GPU:
-        opcheck(op.function, arguments)
-        opcheck(op.function, provided)
+        opcheck(op.function, arguments, compiled=True)
+        opcheck(op.function, provided, compiled=True)
 
     torch._dynamo.reset()
     compiled = torch.compile(lambda one, two: (op.function(**one), op.function(**two)), fullgraph=True, **options)
