@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run_python
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -31,8 +31,7 @@ from tokenspeed_kernel import rmsnorm
 
 def gpt_oss(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "-m", "gpt_oss", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment, check=False)
+    return run_python("-m", "gpt_oss", *arguments, env=environment)
 
 
 @pytest.fixture(scope="module")

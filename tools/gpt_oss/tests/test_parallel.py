@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "parallel.py"
 TINY = ("--preset", "tiny")
@@ -16,9 +15,9 @@ TINY = ("--preset", "tiny")
 
 def torchrun(*arguments: str) -> str:
     """Runs a script with two processes, and returns their output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    options = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--rdzv-endpoint", "127.0.0.1:0", *arguments], env=environment, capture_output=True, text=True)
+    done = run_python("-m", "torch.distributed.run", *options, *arguments, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

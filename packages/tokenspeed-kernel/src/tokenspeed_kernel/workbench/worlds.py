@@ -142,7 +142,8 @@ def start_process(function: Callable[..., None], *args: Any) -> tuple[Any, Conne
     """
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["tokenspeed_kernel", __name__])
+    # PyTorch imports the last module, and with it SymPy, when an output's strides are computed without data.
+    context.set_forkserver_preload(["tokenspeed_kernel", __name__, "torch.fx.experimental.symbolic_shapes"])
     ours, theirs = context.Pipe()
     call = pickle.dumps((function, args))
     process = context.Process(target=_run_call, args=(theirs, {**os.environ}, call), daemon=True)
