@@ -4,10 +4,12 @@ of the caches.
     python ci/same_selection.py --processes 100
 
 Each process imports the wheels' packages and registers their plugins in another random order. The processes are forks of server
-processes, which have imported PyTorch and nothing of this project. Each server has another hash seed, and forks `_FORKS` processes.
-Half of the processes have their own cache directories; the other half shares one. The shared directory holds tuned results of
-another device, which selection must ignore. Each process selects for the CPU, and for each platform of `PLATFORMS` as if the device
-were present. The exit status is 1 if the selections of two processes differ; the first differing selections are printed.
+processes. Each server has another hash seed, and forks `_FORKS` processes. When a server forks its first process, it has imported
+PyTorch and nothing of this project. For the other processes, it has imported the core without plugins and made the arguments of all
+cases, because making them takes most of the time. Half of the processes have their own cache directories; the other half shares
+one. The shared directory holds tuned results of another device, which selection must ignore. Each process selects for the CPU, and
+for each platform of `PLATFORMS` as if the device were present. The exit status is 1 if the selections of two processes differ; the
+first differing selections are printed.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,10 +38,13 @@ _PREFIX = "TOKENSPEED_KERNEL_"
 _SHOWN = 10
 _FORKS = 10  # 100 processes then have 10 hash seeds
 
+_Arguments = dict[tuple[str, str], dict[str, Any]]  # by operator and case
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=3, help="processes, one after the other")
+    parser.add_argument("--processes", type=int, default=3, help=f"number of processes; {_FORKS} of them share a server")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="servers at a time (default: the cores)")
     parser.add_argument("--operator", action="append", default=[], help="only this operator; several may be given")
     parser.add_argument("--seed", type=int, default=0, help="of the orders")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
@@ -52,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         shared = Path(folder, "shared")
         _plant_results_of_another_device(shared)
         first: list[str] | None = None
-        for number, lines in enumerate(_of_processes(options.seed, options.processes, options.operator, Path(folder))):
+        for number, lines in enumerate(_of_processes(options, Path(folder))):
             if first is None:
                 first = lines
             elif lines != first:
@@ -66,37 +72,60 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _of_processes(seed: int, processes: int, operators: list[str], caches: Path) -> Iterator[list[str]]:
+def _of_processes(options: argparse.Namespace, caches: Path) -> Iterator[list[str]]:
     """Yields the selections of each process."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIX) and name != "PYTHONHASHSEED"}
     environment[_PREFIX + "DISABLE_PLUGINS"] = "*"
-    named = [word for operator in operators for word in ("--operator", operator)]
-    for first in range(0, processes, _FORKS):
-        count = min(_FORKS, processes - first)
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(count), "--seed", str(seed + first), *named]
+    named = [word for operator in options.operator for word in ("--operator", operator)]
+
+    def serve(numbers: range) -> range:
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(len(numbers)), "--seed", str(numbers[0]), *named]
         subprocess.run([*command, "--caches", str(caches)], env=environment, check=True)
-        for number in range(seed + first, seed + first + count):
-            yield (caches / f"{number}.selections").read_text().splitlines()
+        return numbers
+
+    processes = range(options.seed, options.seed + options.processes)
+    with ThreadPoolExecutor(options.jobs) as servers:
+        for numbers in servers.map(serve, [processes[first : first + _FORKS] for first in range(0, len(processes), _FORKS)]):
+            for number in numbers:
+                yield (caches / f"{number}.selections").read_text().splitlines()
 
 
 def _serve(seed: int, count: int, operators: list[str], caches: Path) -> None:
     """Imports PyTorch, and forks the processes one after the other. Each process writes its selections to a file."""
     importlib.import_module("torch").set_num_threads(1)  # threads do not survive a fork
     assert not [name for name in sys.modules if name.startswith("tokenspeed_kernel")]
+    made: _Arguments = {}
     for number in range(seed, seed + count):
+        if number == seed + 1:
+            made = _arguments_of_cases(operators)
         child = os.fork()
         if child == 0:
             status = 1
             try:
                 os.environ["XDG_CACHE_HOME"] = str(caches / ("shared" if number % 2 else str(number)))
-                (caches / f"{number}.selections").write_text("\n".join(selections(number, operators)))
+                (caches / f"{number}.selections").write_text("\n".join(selections(number, operators, made)))
                 status = 0
             except BaseException:  # the error must not unwind the server's frames in the forked process
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        if os.waitpid(child, 0)[1]:
-            raise RuntimeError(f"process {number} failed")
+        if ended := os.waitpid(child, 0)[1]:
+            raise RuntimeError(f"process {number} failed: exit status or signal {os.waitstatus_to_exitcode(ended)}")
+
+
+def _arguments_of_cases(only: list[str]) -> _Arguments:
+    """Returns the arguments of all cases of the named operators, or of all operators if none is named."""
+    from tokenspeed_kernel_base.operator import operators
+
+    found = [op for op in operators() if not only or op.mode in only]
+    return {(str(op), case.name): _arguments_of(op, case) for op in found for case in op.all_cases()}
+
+
+def _arguments_of(op: Any, case: Any) -> dict[str, Any]:
+    from tokenspeed_kernel.workbench.numerics.recipes import asked, request_without_values
+
+    _, arguments = request_without_values(op, case) or asked(op, case)
+    return arguments
 
 
 def _plant_results_of_another_device(cache: Path) -> None:
@@ -122,8 +151,14 @@ def _plant_results_of_another_device(cache: Path) -> None:
 # -- in a forked process --------------------------------------------------------------------------------------------------------
 
 
-def selections(seed: int, only: list[str]) -> list[str]:
-    """Returns one line per operator, case and platform: the eligible kernels by rank, and the configuration of the best kernel."""
+def selections(seed: int, only: list[str], made: _Arguments) -> list[str]:
+    """Returns one line per operator, case and platform: the eligible kernels by rank, and the configuration of the best kernel.
+
+    Args:
+        seed: of the random orders.
+        only: the modes of the operators; empty for all operators.
+        made: arguments that the server has made. The arguments of all other cases are made here.
+    """
     shuffled = random.Random(seed).sample
     packages = sorted({entry.module.partition(".")[0] for entry in metadata.entry_points(group=_GROUP)})
     for package in shuffled(packages, len(packages)):
@@ -138,18 +173,18 @@ def selections(seed: int, only: list[str]) -> list[str]:
     discover_plugins(force=True)
     del vars(plugins)["sorted"]
     found = [op for op in operators() if not only or op.mode in only]
-    return builtins.sorted(line for op in shuffled(found, len(found)) for line in _selections_of(op))
+    return builtins.sorted(line for op in shuffled(found, len(found)) for line in _selections_of(op, made))
 
 
-def _selections_of(op: Any) -> Iterator[str]:
+def _selections_of(op: Any, made: _Arguments) -> Iterator[str]:
     from dataclasses import replace
 
-    from tokenspeed_kernel.workbench.numerics.recipes import asked, request_without_values
     from tokenspeed_kernel_base.platform import cpu_platform, named_platform
 
     platforms = [cpu_platform(), *map(named_platform, PLATFORMS)]
     for case in op.all_cases():
-        request, arguments = request_without_values(op, case) or asked(op, case)
+        arguments = made.get((str(op), case.name)) or _arguments_of(op, case)
+        request = op.request(arguments)
         for platform in platforms:
             explanation = op.consider_prepared(replace(request, platform=platform), arguments, None)
             accepted = [verdict for verdict in explanation.verdicts if verdict.accepted]

@@ -47,8 +47,11 @@ class Draw:
         return torch.randperm(n, generator=self.generator, device=self.device).to(dtype)
 
     def order(self, n: int) -> list[int]:
-        """A random order of 0 to ``n - 1`` as a list in host memory, on the meta device too."""
-        return torch.randperm(n, generator=self.generator, device=self.generator.device).tolist()
+        """A random order of 0 to ``n - 1`` as a list in host memory, on the meta device and under ``FakeTensorMode`` too."""
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with unset_fake_temporarily():  # a fake tensor has no values, and a page table's shape depends on none of them
+            return torch.randperm(n, generator=self.generator, device=self.generator.device).tolist()
 
     def tensor(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)

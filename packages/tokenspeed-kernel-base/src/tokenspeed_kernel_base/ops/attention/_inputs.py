@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def ragged(
         if sinks:
             arguments["sinks"] = draw.normal(heads, dtype=dtype if dtype not in FP8 else torch.bfloat16)
         if hint:
-            arguments["cu_seqlens_cpu"] = cu_seqlens.tolist()
+            arguments["cu_seqlens_cpu"] = [0, *itertools.accumulate(lengths)]
             arguments["max_seqlen"] = max(lengths, default=0)
         return arguments
 

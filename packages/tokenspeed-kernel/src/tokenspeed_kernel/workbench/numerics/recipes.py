@@ -39,12 +39,12 @@ def request_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request,
 
     Returns None if some arguments depend on the values of other arguments, which fake tensors do not have.
     """
-    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     try:
         with FakeTensorMode():
             return asked(op, case)
-    except DataDependentOutputException:
+    except (DataDependentOutputException, DynamicOutputShapeException):
         return None
 
 
