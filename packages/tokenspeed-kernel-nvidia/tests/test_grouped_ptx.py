@@ -90,8 +90,8 @@ class Launches:
         top_k = self.plan.top_k
         ids = self.memory.put(bytes_of(self.ids))
         addresses = [self.sources, self.positions, self.tiles, self.tile_count]
-        given = [ids, top_k, 1, self.ids.numel(), top_k, self.plan.num_experts, *addresses]
-        self.launch(grouped.schedule_program, Schedule(self.columns, ctas), given, 1024, ctas, cluster=ctas)
+        given = [ids, top_k, 1, self.ids.numel(), top_k, self.plan.num_experts, self.columns, *addresses]
+        self.launch(grouped.schedule_program, Schedule(ctas), given, 1024, ctas, cluster=ctas)
 
     def gemms(self, *inputs: str) -> int:
         """Launches both GEMMs, and returns the address of the results. ``inputs`` names the formats of the rows. If there are two
@@ -202,7 +202,7 @@ def test_schedule(experts: int, top_k: int, tokens: int, columns: int, ctas: int
     tiles = call.memory.get(call.tiles, np.int32, count, 4)[:, :3].tolist()
     counts = [int((flat == expert).sum()) for expert in range(experts)]
     # An expert's last two tiles share their pairs evenly and are adjacent. So a slightly shorter tile may precede a longer tile.
-    assert sorted(size for _, _, size in tiles) == sorted(tiles_of(counts, Schedule(columns)))
+    assert sorted(size for _, _, size in tiles) == sorted(tiles_of(counts, columns))
     begins = np.cumsum([0, *counts])
     for expert in range(experts):
         at = begins[expert]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
@@ -117,18 +118,10 @@ class Schedule:
     """Configuration of the kernel that sorts pairs and divides them into tiles.
 
     Attributes:
-        columns: the maximum number of columns of a tile.
         ctas: the number of CTAs that sort; they form one cluster.
     """
 
-    columns: int
     ctas: int = 1
-
-    @property
-    def least(self) -> int:
-        """If the last tile of an expert would have fewer columns than this, the expert's last two tiles share their columns about
-        equally."""
-        return self.columns // 3
 
 
 @dataclass(frozen=True)
@@ -355,9 +348,15 @@ def most_tiles(pairs: int, experts: int, columns: int) -> int:
     return min(pairs, experts + pairs // columns)
 
 
+def least_columns(columns: Any) -> Any:
+    """Returns the fewest columns of an expert's last tile, for tiles of at most ``columns`` columns. If the last tile would have
+    fewer, the expert's last two tiles share their columns about equally. Device code calls this function too."""
+    return columns // 3
+
+
 def every_schedule() -> list[Schedule]:
     """Returns all configurations of the kernel that sorts pairs."""
-    return [Schedule(columns, ctas) for columns in _TILES for ctas in (1, SORTING_CTAS)]
+    return [Schedule(ctas) for ctas in (1, SORTING_CTAS)]
 
 
 def every_gemm() -> list[Gemm]:

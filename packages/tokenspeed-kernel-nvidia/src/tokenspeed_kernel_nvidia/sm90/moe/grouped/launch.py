@@ -142,7 +142,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
         w13, w2 = Gemm(name, True, columns, kind, wide), Gemm(name, False, columns, gemm_input, Combine(name).wide)
         gemms.append((gemm_program(w13), gemm_program(w2)))
     return _Programs(
-        {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
+        {ctas: schedule_program(Schedule(ctas)) for ctas in (1, SORTING_CTAS)},
         tuple(rounding),
         tuple(gemms),
         tuple(gemm_program(repair_of(name, gated)) for gated in (True, False)) if inputs == (PARTS,) else (),
@@ -222,7 +222,7 @@ def moe_apply_many(
     swiglu = plan.alpha, limit, plan.beta
     schedule = sources, tiles_at, tile_count
     given = aligned(x)  # a copy must precede the schedule kernel: the first conversion overlaps the kernel before it
-    programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts)
+    programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts, columns)
     exact_at = 0 if exact is None else exact.data_ptr()
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
     for second, (rows, result, weight, features) in enumerate(

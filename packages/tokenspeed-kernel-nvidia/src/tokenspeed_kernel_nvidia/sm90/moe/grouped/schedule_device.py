@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import ballot, load_int, store_words, warp_prefix_sum
 from tokenspeed_kernel_nvidia.sm90.common.bulk_device import of_rank, send_word
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import MAX_EXPERTS, RECORD, Schedule
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import MAX_EXPERTS, RECORD, Schedule, least_columns
 
 WARPS = 32
 THREADS = 32 * WARPS
@@ -36,7 +36,7 @@ def host(config: Schedule) -> Any:
 def fake_arguments(config: Schedule) -> tuple[Any, ...]:
     """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     ids = arguments.ints(arguments.size(), arguments.size(), contiguous=False)
-    return ids, *(Int64(0) for _ in range(4)), Int32(0), arguments.stream()
+    return ids, *(Int64(0) for _ in range(4)), Int32(0), Int32(0), arguments.stream()
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Pairs:
         ids, token_stride, slot_stride: int32 ``[tokens, top_k]``, the expert of each pair, and the strides of the axes in elements.
         count: number of pairs, ``tokens * top_k``.
         top_k, experts: number of slots of a token, and number of experts.
+        columns: the maximum number of pairs of a tile.
         sources: int32 ``[pairs]``, receives the token of each pair, in the sorted order of the pairs.
         positions: int32 ``[tokens, top_k]``, receives the index of each pair in the sorted order, -1 for pairs without an expert.
         tiles: int32 ``[tiles, RECORD]``, receives a record of each tile: its expert, the index of its first pair in the sorted
@@ -60,6 +61,7 @@ class Pairs:
     count: Int32
     top_k: Int32
     experts: Int32
+    columns: Int32
     sources: Int64
     positions: Int64
     tiles: Int64
@@ -98,6 +100,7 @@ class SchedulePairs:
         tiles: Int64,
         tile_count: Int64,
         experts: Int32,
+        columns: Int32,
         stream: cuda.CUstream,
     ):
         tokens, top_k = ids.shape
@@ -108,6 +111,7 @@ class SchedulePairs:
             tokens * top_k,
             top_k,
             experts,
+            columns,
             sources,
             positions,
             tiles,
@@ -213,7 +217,6 @@ class SchedulePairs:
         """Turns the warps' counts of each expert's pairs into exclusive prefix sums over the warps, computes the first index of
         each expert's pairs in the sorted order, and lists the tiles. Each thread handles one expert.
         """
-        c = self.config
         counts = storage.counts.data_ptr()
         rests, pair_sums, full_sums = storage.rests.data_ptr(), storage.pair_sums.data_ptr(), storage.full_sums.data_ptr()
         count = Int32(0)
@@ -223,16 +226,17 @@ class SchedulePairs:
                 counts[other * MAX_EXPERTS + thread] = count
                 count += of_warps[other]
         before = Int32(0)  # pairs of the expert in lower-ranked CTAs
-        if const_expr(c.ctas > 1):
+        if const_expr(self.config.ctas > 1):
             before, count = self.exchange(pairs, storage, rank, thread, count)
         # All tiles of an expert except the last are full. If the last tile would have few pairs, it is balanced with the tile
         # before it.
-        tiles = (count + (c.columns - 1)) // c.columns
-        left = count - (tiles - 1) * c.columns  # columns of the last tile
+        columns = pairs.columns
+        tiles = (count + (columns - 1)) // columns
+        left = count - (tiles - 1) * columns  # columns of the last tile
         parts, rest = cutlass.min(tiles, 1), left
-        if tiles > 1 and left < c.least:
+        if tiles > 1 and left < least_columns(columns):
             parts = Int32(2)
-            rest = (left + (c.columns + 15)) // 16 * 8
+            rest = (left + (columns + 15)) // 16 * 8
         full = tiles - parts
         pairs_end, full_end = warp_prefix_sum(count, lane), warp_prefix_sum(full, lane)
         if lane == 31:
@@ -259,9 +263,9 @@ class SchedulePairs:
             if thread == 0 and rank == 0:
                 store_words(pairs.tile_count, [all_full + all_rest])
             for tile in cutlass.range(full if rank == 0 else 0, unroll=1):
-                self.write_tile(pairs, full_at + tile, thread, start + tile * c.columns, Int32(c.columns))
+                self.write_tile(pairs, full_at + tile, thread, start + tile * columns, columns)
             if parts > 0 and rank == 0:
-                begin = start + full * c.columns
+                begin = start + full * columns
                 self.write_tile(pairs, rest_at, thread, begin, rest)
                 if parts > 1:
                     self.write_tile(pairs, rest_at + 1, thread, begin + rest, start + count - begin - rest)
