@@ -19,7 +19,9 @@ import tokenspeed_kernel as tk
 from tokenspeed_kernel import KernelRegistry, get_operator
 from tokenspeed_kernel.workbench.packing import Outcome, _completed, prepared_by_shape
 from tokenspeed_kernel_base import config, packs, storage
+from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.compilation import Compilation
+from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
 
@@ -115,6 +117,17 @@ def test_a_pack_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "rmsnorm_kernel is not compiled yet for norm.rmsnorm" in pack(
         "check", folder, tmp_path / "config.json", *sizes, "--dtype", "float16", code=1
     )
+
+
+@pytest.mark.slow
+def test_batches_and_page_tables_share_programs(tmp_path: Path) -> None:
+    """Asserts that batches of up to 32 sequences, with page tables of any width, need one program."""
+    with tk.shape_capture(tmp_path / "calls"):
+        for batch, width in ((2, 1), (2, 3), (16, 16), (20, 5)):
+            draw = paged([8] * batch, [2] * batch, 2, 1, 64, page_size=16, width=width, window_left=15, running_sums=False)
+            tk.mha_with_kvcache(**draw(Draw("cpu")))
+    shown = json.loads(pack("build", tmp_path / "calls", "--arch", "gfx942", "-o", tmp_path / "pack", "--json"))
+    assert [program["program"] for program in shown["programs"]] == ["tiles_kernel"]
 
 
 def test_what_cannot_be_packed(tmp_path: Path) -> None:

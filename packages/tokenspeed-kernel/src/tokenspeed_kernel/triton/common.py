@@ -76,6 +76,13 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def sequences_at_once(batch: int, most: int) -> int:
+    """Returns how many sequences a program reads at a time when it searches all sequences of a batch: a power of two from 32 to
+    ``most``. Fewer than 32 save nothing: a warp reduces 32 integers in a single instruction, and each value is another program.
+    """
+    return min(most, max(32, next_power_of_2(batch)))
+
+
 def dense(x: Tensor | None) -> Tensor | None:
     """Returns a contiguous tensor: x itself or a copy. Used for vectors whose strides are not passed to the kernel."""
     return None if x is None else x.contiguous()

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._mha_call import Formats
-from tokenspeed_kernel.triton.common import cdiv, common_device, dense, for_architecture, next_power_of_2, sm_count_of
+from tokenspeed_kernel.triton.common import (
+    cdiv,
+    common_device,
+    dense,
+    for_architecture,
+    next_power_of_2,
+    sequences_at_once,
+    sm_count_of,
+)
 from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.traits import at_most
@@ -87,7 +95,7 @@ def tile_for(heads: int, head_dim: int, tokens: int, batch: int, keys: int, leas
     blocks = _BLOCKS
     while blocks > 1 and slots * cdiv(keys, _BLOCK_N * blocks) < wanted:
         blocks //= 2
-    at_once = min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(batch)))
+    at_once = sequences_at_once(batch, _SEQUENCES_AT_ONCE)
     return Tile(together, rows, max(least, next_power_of_2(head_dim)), _BLOCK_N, blocks, at_once, _STAGES)
 
 

@@ -134,7 +134,7 @@ def _store(out_rows, lse, v_scale, state, acc, tile, SHAPE: tl.constexpr, BLOCK_
         tl.store(lse + at, log_sum_exp(state), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_table_stride_b", "batch"])
 def band_kernel(
     q,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
     k,  # [tokens, KV_HEADS, HEAD_DIM], or [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM] if paged

@@ -18,7 +18,7 @@ from torch import Tensor
 from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
 from tokenspeed_kernel.triton.attention._shape import Shape
-from tokenspeed_kernel.triton.common import common_device, dense, for_architecture, next_power_of_2
+from tokenspeed_kernel.triton.common import common_device, dense, for_architecture, sequences_at_once
 from tokenspeed_kernel_base.checks import FP8
 
 _SEQUENCES_AT_ONCE = 256
@@ -130,7 +130,7 @@ class Call(NamedTuple):
     @property
     def at_once(self) -> int:
         """Returns how many sequences a program compares at a time when it searches for its sequence."""
-        return min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(self.batch)))
+        return sequences_at_once(self.batch, _SEQUENCES_AT_ONCE)
 
 
 def _dense_distance(scale: Tensor | None) -> int:

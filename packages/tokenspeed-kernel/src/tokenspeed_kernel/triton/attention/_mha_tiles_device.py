@@ -324,7 +324,7 @@ def _store(out_rows, lse, sinks, v_scale, state, acc, rows, head, SHAPE: tl.cons
         tl.store(lse + rows.token * (SHAPE.heads * SHAPE.group) + rows.q_head, log_sum_exp(state), mask=rows.real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_table_stride_b", "batch", "slots"])
 def tiles_kernel(
     q,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
     k,  # [tokens, KV_HEADS, HEAD_DIM], or [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM] if paged

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import cdiv, launch_options, next_power_of_2
+from tokenspeed_kernel.triton.common import cdiv, launch_options, next_power_of_2, sequences_at_once
 from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
@@ -118,7 +118,7 @@ def plan_work_items(
     waves_work_items = wave * waves
     most = 1 if blocks <= whole else max(1, min(cdiv(blocks, least), waves_work_items))
     work_items = batch if most == 1 else min(batch + waves_work_items, batch * most)
-    lengths = min(_LENGTHS_AT_ONCE, max(16, next_power_of_2(batch)))
+    lengths = sequences_at_once(batch if most > 1 else 1, _LENGTHS_AT_ONCE)  # without a split, programs read one length
     return SplitPlan(batch, work_items, most, least, wave, waves_work_items, long, lengths)
 
 

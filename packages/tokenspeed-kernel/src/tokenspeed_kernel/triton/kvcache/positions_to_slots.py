@@ -42,7 +42,7 @@ def positions_to_slots(
         return slots
     tensors = (positions, page_table, dense(cu_seqlens_q), slots, *positions.stride(), *page_table.stride(), *slots.stride())
     sequences = (batch, max(1, tokens // max(batch, 1)), max_pages)
-    at_once = max(16, next_power_of_2(batch))
+    at_once = 16 if cu_seqlens_q is None else max(16, next_power_of_2(batch))  # without cu_seqlens_q, nothing is searched
     if positions.dim() == 1:
         device_code.one_position_kernel[(cdiv(tokens, _TOKENS),)](
             *tensors, *sequences, tokens, PAGE_SIZE=page_size, BLOCK=_TOKENS, AT_ONCE=min(_SEQUENCES_A_TOKEN, at_once)

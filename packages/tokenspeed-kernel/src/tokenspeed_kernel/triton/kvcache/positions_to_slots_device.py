@@ -15,7 +15,7 @@ def _slot_of(position, sequence, page_table, table_stride_b, table_stride_p, max
 
 
 # top_k is specialised: if it is a multiple of 16, Triton loads and stores four positions at once.
-@triton.jit(do_not_specialize=["batch", "q_len", "max_pages"])
+@triton.jit(do_not_specialize=["table_stride_b", "batch", "q_len", "max_pages"])
 def positions_to_slots_kernel(
     positions,
     page_table,
@@ -51,7 +51,7 @@ def positions_to_slots_kernel(
     tl.store(out + token * out_stride_t + k * out_stride_k, slot, mask=k < top_k)
 
 
-@triton.jit(do_not_specialize=["batch", "q_len", "max_pages", "tokens"])
+@triton.jit(do_not_specialize=["table_stride_b", "batch", "q_len", "max_pages", "tokens"])
 def one_position_kernel(
     positions,
     page_table,
