@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.workbench.numerics import CaseResult, Status, verify_case
 from tokenspeed_kernel.workbench.numerics.narrow import axes_of, count_items, first_items, narrow, narrowed
+from tokenspeed_kernel.workbench.numerics.recipes import request_without_values
 from tokenspeed_kernel.workbench.numerics.shrink import shrink, variations
 from tokenspeed_kernel.workbench.numerics.verify import Fault
 from tokenspeed_kernel.workbench.watching import replay
@@ -65,6 +67,20 @@ def test_a_recipe_is_varied() -> None:
 def test_a_recipe_rejects_what_its_function_rejects() -> None:
     with pytest.raises(TypeError, match=r"unexpected|too many|got"):
         doubled(rows_of(1), 2, 3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("op", operators(), ids=str)
+def test_large_cases_need_no_memory(op: Operator[Any, Any]) -> None:
+    """Asserts that the arguments of large cases can be fake tensors. Real tensors would take gigabytes."""
+    for case in [case for case in op.all_cases() if case.large][:2]:
+        assert request_without_values(op, case) is not None
+
+
+def test_a_random_order_under_fake_tensors() -> None:
+    with FakeTensorMode():
+        order = Draw("cpu", seed=3).order(20)
+    assert order == Draw("cpu", seed=3).order(20)
+    assert sorted(order) == [*range(20)]
 
 
 @pytest.mark.parametrize("op", operators(), ids=str)
