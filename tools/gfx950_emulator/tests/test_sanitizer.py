@@ -95,6 +95,11 @@ _STORE = "global_store_dword v1, v3, s[8:9]"  # reports v3 unless the preceding 
         (f"v_add_u32_e32 v3, v1, v4\n{_STORE}", "global_store_dword", "v3"),
         ("v_pk_mov_b32 v[3:4], v[1:2], v[4:5] op_sel:[0,1]\nglobal_store_dword v1, v4, s[8:9]", "global_store_dword", "v4"),
         (f"s_add_u32 s12, s13, 5\nv_mov_b32_e32 v3, s12\n{_STORE}", "global_store_dword", "v3"),
+        (
+            f"s_mov_b32 s12, s6\ns_bfe_i64 s[12:13], s[12:13], 0x110010\nv_mov_b32_e32 v3, s12\n{_STORE}",
+            "global_store_dword",
+            "v3",
+        ),
         (f"v_readfirstlane_b32 s12, v4\nv_mov_b32_e32 v3, s12\n{_STORE}", "global_store_dword", "v3"),
         (f"v_readlane_b32 s12, v2, s13\nv_mov_b32_e32 v3, s12\n{_STORE}", "global_store_dword", "v3"),
         (f"s_cmp_eq_u32 s6, 0\ns_cselect_b32 s12, s6, s13\nv_mov_b32_e32 v3, s12\n{_STORE}", "global_store_dword", "v3"),
@@ -229,6 +234,7 @@ def test_registers_that_come_back_from_scratch() -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "s_mov_b32 s12, s6\ns_bfe_i64 s[12:13], s[12:13], 0x100000\nv_mov_b32_e32 v3, s12\n" + _STORE,
         # only active lanes matter
         f"s_mov_b64 exec, 0xff\nv_mov_b32_e32 v3, 1\n{_STORE}",
         "s_mov_b64 exec, 0xff\nv_mov_b32_e32 v3, 4\nds_read_b32 v4, v3",

@@ -181,7 +181,13 @@ def _bfe64(site: Site) -> Bound:
         g.set_s64(to, value)
         g.scc = value != 0
 
-    return scalar_bound(site, run, writes_scc=True)
+    bound = scalar_bound(site, run, writes_scc=True)
+    control = site.operands[2]
+    if control.file == "literal" and (control.literal & 63) + (control.literal >> 16 & 0x7F) <= 32:
+        # The field lies in the lower half. Compilers may leave the upper half undefined.
+        upper = site.operands[1].ids[1:]
+        bound = replace(bound, reads=tuple(register for register in bound.reads if register not in upper))
+    return bound
 
 
 _COUNT64: dict[str, Callable[[int], int]] = {
