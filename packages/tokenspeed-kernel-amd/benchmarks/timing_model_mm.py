@@ -1,4 +1,4 @@
-"""Predicts the times of GEMMs of mxfp8, mxfp4 and fp8 operands: our kernel and the portable kernels. **For ratios only.**
+"""Predicts the times of GEMMs of mxfp8, mxfp4, fp8 and bfloat16 operands: our kernel and the portable kernels. **For ratios only.**
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_mm.py --output timing_model_mm.json --readme
 
@@ -46,7 +46,8 @@ class Case:
 
     Attributes:
         m, k, n: sizes.
-        format: format of both operands; ``"fp8"`` has scales per token and channel.
+        format: format of both operands. ``"fp8"`` has scales per token and channel, ``"fp8 blocks"`` per 128 elements of a token
+            and per 128 x 128 weights.
         bar_us: the largest time that passes; None: the call is shown for information.
     """
 
@@ -62,7 +63,7 @@ class Case:
 
     @property
     def pair_bytes(self) -> int:
-        return 1 if self.format == "mxfp4" else 2
+        return {"mxfp4": 1, "bfloat16": 4}.get(self.format, 2)
 
     @property
     def whole(self) -> bool:
@@ -72,8 +73,13 @@ class Case:
     def memory_us(self) -> float:
         from gfx950_emulator import hardware as hw
 
-        operands = (self.m + self.n) * (self.k * self.pair_bytes / 2 + (4 if self.format == "fp8" else self.k / 32))
-        return (operands + 2 * self.m * self.n) / hw.HBM_BYTES_PER_SECOND * 1e6
+        lines = self.m + self.n
+        scales = {
+            "bfloat16": 0,
+            "fp8": 4 * lines,
+            "fp8 blocks": 4 * -(-self.k // 128) * (self.m + -(-self.n // 128)),
+        }.get(self.format, lines * self.k // 32)
+        return (lines * self.k * self.pair_bytes / 2 + scales + 2 * self.m * self.n) / hw.HBM_BYTES_PER_SECOND * 1e6
 
     @property
     def floor_us(self) -> float:
@@ -85,22 +91,26 @@ class Case:
     def inputs(self, m: int, n: int) -> dict[str, Any]:
         """Returns the operator's arguments, for these sizes instead of the call's."""
         from tokenspeed_kernel_base.cases import Draw
-        from tokenspeed_kernel_base.ops.gemm._inputs import fp8, micro
+        from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 
-        if self.format == "fp8":
-            return fp8(m, self.k, n, a_scale="token", b_scale="channel")(Draw(torch.device("cpu"), self.k))
-        return micro(m, self.k, n, a=self.format, b=self.format)(Draw(torch.device("cpu"), self.k))
+        make = {
+            "bfloat16": lambda: dense(m, self.k, n),
+            "fp8": lambda: fp8(m, self.k, n, a_scale="token", b_scale="channel"),
+            "fp8 blocks": lambda: fp8(m, self.k, n, a_scale="block", b_scale="block"),
+        }.get(self.format, lambda: micro(m, self.k, n, a=self.format, b=self.format))
+        return make()(Draw(torch.device("cpu"), self.k))
 
 
 CASES = [
-    *(Case(m, 2048, 4096, fmt, 1.6) for m in (1, 16) for fmt in ("mxfp8", "mxfp4", "fp8")),
+    *(Case(m, 2048, 4096, fmt, 1.6) for m in (1, 16) for fmt in ("mxfp8", "mxfp4", "fp8", "fp8 blocks")),
+    *(Case(m, 2048, 4096, "bfloat16") for m in (1, 16)),
     *(Case(16, 4096, 2048, fmt) for fmt in ("mxfp8", "mxfp4")),
     *(Case(64, 2048, 4096, fmt) for fmt in ("mxfp8", "mxfp4")),
     Case(2048, 1024, 2048, "mxfp8"),
     Case(2048, 1024, 2048, "mxfp4", 3.5),
     Case(4096, 1024, 4096, "mxfp8", 12.0),
     Case(4096, 1024, 4096, "mxfp4"),
-    Case(4096, 1024, 4096, "fp8"),
+    *(Case(4096, 1024, 4096, fmt) for fmt in ("fp8", "fp8 blocks")),
     *(Case(8192, 8192, 8192, fmt) for fmt in ("mxfp8", "mxfp4")),
 ]
 

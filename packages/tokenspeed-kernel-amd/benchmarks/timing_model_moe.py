@@ -152,16 +152,23 @@ def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
 Side = Callable[[Layer], Callable[[], Tensor]]
 
 
-def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str, fused: str | None = None) -> Callable[[], Tensor]:
-    """Returns a call of the `moe_apply` kernel ``kernel``, or of the `moe_topk_apply` kernel ``fused`` on the same weights."""
+def prepared(layer: Layer, activation_dtype: str, kernel: str, layout: str) -> tuple[Any, Any]:
+    """Returns the plan for the `moe_apply` kernel ``kernel``, and the weights that are prepared for it."""
     import tokenspeed_kernel as core
     from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
-    plan, inputs = layer.plan(activation_dtype, kernel, layout), layer.inputs()
+    plan = layer.plan(activation_dtype, kernel, layout)
     few = core.moe_apply.prepare(layer.weights(activation_dtype), dataclasses.replace(plan, num_experts=DISTINCT))
     parts = (getattr(few, f"{w}_weight{part}") for w in ("w13", "w2") for part in ("", "_scale", "_bias"))
     scales = {name: getattr(few, name) for name in LARGEST}
-    weights = MoEWeights(*(repeated(part, layer) for part in parts), layout, **scales)  # type: ignore[arg-type]
+    return plan, MoEWeights(*(repeated(part, layer) for part in parts), layout, **scales)  # type: ignore[arg-type]
+
+
+def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str, fused: str | None = None) -> Callable[[], Tensor]:
+    """Returns a call of the `moe_apply` kernel ``kernel``, or of the `moe_topk_apply` kernel ``fused`` on the same weights."""
+    import tokenspeed_kernel as core
+
+    (plan, weights), inputs = prepared(layer, activation_dtype, kernel, layout), layer.inputs()
 
     def call() -> Tensor:
         if fused is not None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel import LinearWeights, linear, quantize_mxfp4, quantize_mxfp8
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_amd import mm
@@ -165,20 +164,6 @@ def test_one_launch_without_spills_and_bank_conflicts(emulator: Any) -> None:
     assert len(emulator.launches) == 2
 
 
-@pytest.mark.parametrize("activation_dtype", ["mxfp8", pytest.param("mxfp4", marks=pytest.mark.slow)])
-def test_linear_takes_two_launches(emulator: Any, activation_dtype: str) -> None:
-    """A linear layer quantises its tokens, and calls this kernel."""
-    plan = linear.plan(96, 40, weight_format="mxfp4", activation_dtype=activation_dtype)
-    made = micro(5, 96, 40, a="dense", b="mxfp4")(Draw(torch.device("cpu"), 0))
-    weights = linear.prepare(LinearWeights(made["b"].mT, made["b_scale"].mT), plan)
-    out = linear(made["a"], weights, plan)
-    assert [launch.kernel for launch in emulator.launches] == ["quantize_mx_kernel", "mm_kernel"]
-    quantize = {"mxfp8": quantize_mxfp8, "mxfp4": quantize_mxfp4}[activation_dtype]
-    a, a_scale = quantize(made["a"], solution="reference")
-    wanted = reference({**made, "a": a, "a_scale": a_scale})
-    assert (out.double() - wanted).norm() <= 5e-3 * wanted.norm()
-
-
 # -- the operator's cases, the conformance kit, and calls that are not eligible -------------------------------------------------
 
 
@@ -207,9 +192,8 @@ def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
     [
         micro(5, 96, 40, a="nvfp4", b="nvfp4"),
         micro(5, 96, 40, a="dense", b="mxfp4"),
-        fp8(5, 256, 48, a_scale="block", b_scale="block"),
     ],
-    ids=["nvfp4", "weight only", "fp8 blocks"],
+    ids=["nvfp4", "weight only"],
 )
 def test_calls_that_are_not_served(gfx950: torch.device, make: Any) -> None:
     with pytest.raises(NoKernelFoundError, match=r"gluon_mm_mx +formats: "):

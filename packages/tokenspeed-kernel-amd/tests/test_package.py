@@ -24,6 +24,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 
 PACKAGE = Path(tokenspeed_kernel_amd.__file__).parent
 FUNCTIONS = [
+    "linear",
     "mha_decode_with_kvcache",
     "mha_extend_with_kvcache",
     "mha_prefill",

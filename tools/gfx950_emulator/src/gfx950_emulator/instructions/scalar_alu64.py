@@ -183,7 +183,7 @@ def _bfe64(site: Site) -> Bound:
 
     bound = scalar_bound(site, run, writes_scc=True)
     control = site.operands[2]
-    if control.file == "literal" and (control.literal & 63) + (control.literal >> 16 & 0x7F) <= 32:
+    if control.file == "literal" and (int(control.literal) & 63) + (int(control.literal) >> 16 & 0x7F) <= 32:
         # The field lies in the lower half. Compilers may leave the upper half undefined.
         upper = site.operands[1].ids[1:]
         bound = replace(bound, reads=tuple(register for register in bound.reads if register not in upper))

@@ -1,6 +1,7 @@
-"""GEMM of mxfp8, mxfp4 and fp8 operands on the scaled MFMA (16 x 16 x 128).
+"""GEMM of mxfp8, mxfp4 and fp8 operands on the scaled MFMA (16 x 16 x 128), and of few rows of 16-bit floats (16 x 16 x 32).
 
-Block scales are operands of the MFMAs, so nothing is dequantised. Scales of tensors, tokens and channels multiply the accumulator.
+e8m0 scales are operands of the MFMAs, so nothing is dequantised. Scales of tensors, tokens and channels multiply the accumulator.
+Float32 scales of 128 x 128 blocks multiply each step's partial sum, which is then added to the accumulator.
 Both operands are read as lines along k: rows of a, and columns of b.
 Other operands, such as a b whose rows are contiguous, are copied first.
 
@@ -19,7 +20,7 @@ workgroup to arrive at a counter adds them in the order of k. So there is one la
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +31,13 @@ from tokenspeed_kernel_amd.capability import GLUON_CDNA4
 from tokenspeed_kernel_base.alignment import aligned
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.gemm.operands import default_out_dtype, logical_k
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX
 from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format
 from tokenspeed_kernel_base.ops.quantization.mx import MXFP8_DTYPES
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.signature import format_signature
+from tokenspeed_kernel_base.signature import format_signature, format_signatures
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_base.traits import between, multiple_of
+from tokenspeed_kernel_base.traits import at_most, between, multiple_of
 from tokenspeed_kernel_base.workspace import keeper
 
 device = DeviceModule(__name__ + "_device")
@@ -62,7 +63,21 @@ FP8_SIGNATURES = frozenset(
     for rows_of in ("tensor", "token")
     for columns_of in ("tensor", "channel")
 )
-FORMATS = {torch.uint8: "e2m1", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+BLOCK_SIGNATURES = frozenset(
+    format_signature(a=fp8_format(a, "block", (1, BLOCK_FP8)), b=fp8_format(b, "block", (BLOCK_FP8, BLOCK_FP8)))
+    for a in MXFP8_DTYPES
+    for b in MXFP8_DTYPES
+)
+FORMATS = {
+    torch.uint8: "e2m1",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+DENSE_DTYPES = (torch.bfloat16, torch.float16)
+PAIR_BYTES = {"e2m1": 1, "e4m3": 2, "e5m2": 2, "bf16": 4, "fp16": 4}
+MOST_DENSE_ROWS = 64  # more rows are compute-bound, and vendor libraries compute them
 
 
 class Config(NamedTuple):
@@ -95,12 +110,13 @@ class Operand(NamedTuple):
     """One operand as the kernel reads it.
 
     Attributes:
-        codes: [lines, bytes]; lines are rows of a or columns of b.
-        scale: uint8 [lines, blocks of 32]; or float32 [lines, 1], or one float32 for all lines.
+        codes: [lines, elements or bytes]; lines are rows of a or columns of b. 16-bit floats are viewed as uint8.
+        scale: uint8 [lines, blocks of 32]; float32 [lines, 1], or one float32 for all lines; float32 [blocks of lines, blocks of
+            128], where a block of a is one line, and a block of b has 128 lines; or None.
     """
 
     codes: Tensor
-    scale: Tensor
+    scale: Tensor | None
 
 
 class Partial(NamedTuple):
@@ -123,8 +139,9 @@ class Shape(NamedTuple):
         splits: number of splits.
         ragged: whether a block of k ends beyond k.
         one_row: whether all rows are in one tile.
-        block_scaled: whether scales are e8m0, for blocks of 32. Otherwise the scales of lines have these strides, 0 for one scale.
-        a_scale_words, b_scale_words: whether four block scales can be loaded as one aligned word.
+        scales: ``"mx"``: e8m0, for blocks of 32; ``"lines"``: float32, of a line, or of all lines with a stride of 0; ``"blocks"``:
+            float32, for blocks of 128; ``"none"``.
+        a_scale_words, b_scale_words: whether four e8m0 scales can be loaded as one aligned word.
     """
 
     n: int
@@ -133,7 +150,7 @@ class Shape(NamedTuple):
     splits: int
     ragged: bool
     one_row: bool
-    block_scaled: bool
+    scales: str
     a_format: str
     b_format: str
     a_stride: int
@@ -146,13 +163,18 @@ class Shape(NamedTuple):
 
 
 def config_of(m: int, n: int, compute_units: int, pair_bytes: int) -> Config:
-    """Selects the tile. ``pair_bytes``: bytes of two elements of the wider operand: 1 if both operands are mxfp4, otherwise 2."""
+    """Selects the tile. ``pair_bytes``: bytes of two elements of the wider operand: 1 if both operands are mxfp4, otherwise 2; 4
+    for 16-bit floats, with at most 64 rows."""
     if m <= 64:
         block_m = max(16, 1 << (m - 1).bit_length())
-        wide = 64 if block_m < 64 else 32  # three stages of 64 rows and 64 columns would not fit into LDS
+        # Three stages of 64 rows and 64 columns would not fit into LDS, nor would two rings of 64 columns of 16-bit floats.
+        wide = 64 if block_m < 64 and pair_bytes < 4 else 32
         block_n = next((size for size in (16, 32) if n <= size * compute_units), wide)
-        stages = min(8, RING_BYTES // ((block_m + block_n) * 256 * pair_bytes))
-        return Config(block_m, block_n, 512, 1, 1, 4, stages, 4096)
+        block_k = 256 if pair_bytes == 4 and block_m + block_n > 32 else 512
+        stages = RING_BYTES // ((block_m + block_n) * block_k // 2 * pair_bytes)
+        if n > block_n * compute_units and stages >= 6:
+            stages //= 2  # two workgroups per CU: one copies while the other one ends a tile
+        return Config(block_m, block_n, block_k, 1, 1, 4, min(8, stages), 4096)
     block_k = 256 // pair_bytes
     tiles = -(-m // 128) * -(-n // 128)
     if tiles > compute_units:
@@ -176,33 +198,11 @@ def splits_of(config: Config, tiles: int, k: int, compute_units: int, pair_bytes
     return -(-quads // each), each * QUAD
 
 
-@register_kernel(
-    "gemm",
-    "mm",
-    name="gluon_mm_fp8",
-    solution="gluon",
-    capability=GLUON_CDNA4,
-    signatures=FP8_SIGNATURES,
-    traits={"bias": any, "wide_bias": any, "k": between(BLOCK_MX, MOST_K) & multiple_of(BLOCK_MX)},
-    priority=Priority.SPECIALIZED,
-    tags={"determinism"},
-)
-@register_kernel(
-    "gemm",
-    "mm",
-    name="gluon_mm_mx",
-    solution="gluon",
-    capability=GLUON_CDNA4,
-    signatures=SIGNATURES,
-    traits={"bias": any, "wide_bias": any, "k": between(BLOCK_MX, MOST_K)},
-    priority=Priority.SPECIALIZED,
-    tags={"determinism"},
-)
 def mm(
     a: Tensor,
     b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
     out: Tensor | None,
@@ -211,9 +211,30 @@ def mm(
     m, n = a.shape[0], b.shape[1]
     written = rows_to_write(out if is_near(out) else None, a, m, n, dtype=out_dtype or default_out_dtype(a))
     if written.numel():
-        of_columns = b_scale.mT if b_scale.ndim == 2 else b_scale
-        launch(operand_of(a, a_scale), operand_of(b.mT, of_columns), written, bias, logical_k(a))
+        of_columns = b_scale.mT if b_scale is not None and b_scale.ndim == 2 else b_scale
+        operands = operand_of(a, a_scale), operand_of(b.mT, of_columns)
+        launch(*operands, written, bias, logical_k(a), FORMATS[a.dtype], FORMATS[b.dtype])
     return deliver(written, out)
+
+
+_K: dict[str, Any] = {"k": between(BLOCK_MX, MOST_K) & multiple_of(BLOCK_MX)}
+for _name, _signatures, _traits in (
+    ("mx", SIGNATURES, {"k": between(BLOCK_MX, MOST_K)}),
+    ("fp8", FP8_SIGNATURES, _K),
+    ("fp8_block", BLOCK_SIGNATURES, _K),
+    ("few", format_signatures(("a", "b"), "dense", DENSE_DTYPES), {**_K, "m": at_most(MOST_DENSE_ROWS)}),
+):
+    register_kernel(
+        "gemm",
+        "mm",
+        name=f"gluon_mm_{_name}",
+        solution="gluon",
+        capability=GLUON_CDNA4,
+        signatures=_signatures,
+        traits={"bias": any, "wide_bias": any, **_traits},
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+    )(mm)
 
 
 def is_near(lines: Tensor | None) -> bool:
@@ -221,29 +242,43 @@ def is_near(lines: Tensor | None) -> bool:
     return lines is not None and abs(lines.stride(0)) <= FURTHEST
 
 
-def in_words(scale: Tensor) -> bool:
-    """Whether every four scales of a step are one aligned word."""
-    return scale.dtype == torch.uint8 and not (scale.shape[1] % 4 or scale.stride(0) % 4 or scale.data_ptr() % 4)
+def in_words(scale: Tensor | None) -> bool:
+    """Whether every four e8m0 scales of a step are one aligned word."""
+    if scale is None or scale.dtype != torch.uint8:
+        return False
+    return not (scale.shape[1] % 4 or scale.stride(0) % 4 or scale.data_ptr() % 4)
 
 
-def operand_of(lines: Tensor, scale: Tensor) -> Operand:
+def operand_of(lines: Tensor, scale: Tensor | None) -> Operand:
     """Returns the operand, copied if its lines are not contiguous along k, not aligned, or too far apart."""
-    if scale.element_size() == 1:
+    if scale is not None and scale.element_size() == 1:
         scale = scale.view(torch.uint8)
+    if scale is not None and scale.ndim == 2 and (scale.dtype == torch.uint8 or scale.shape[1] > 1):
         scale = rows(scale) if is_near(scale) else scale.contiguous()
-    return Operand(aligned(lines) if is_near(lines) else lines.contiguous(), scale)
+    codes = aligned(lines) if is_near(lines) else lines.contiguous()
+    return Operand(codes.view(torch.uint8) if lines.dtype in DENSE_DTYPES else codes, scale)
 
 
-def line_stride(scale: Tensor) -> int:
-    """Elements from the first scale of one line to that of the next."""
-    return scale.stride(0) if scale.ndim == 2 else 0
+def line_stride(scale: Tensor | None) -> int:
+    """Elements from the first scale of one line, or one block of lines, to that of the next."""
+    return scale.stride(0) if scale is not None and scale.ndim == 2 else 0
 
 
-def launch(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, k: int) -> None:
+def scales_of(a: Operand, b: Operand) -> str:
+    """Returns the kind of scales, see `Shape`."""
+    if a.scale is None or b.scale is None:
+        return "none"
+    if a.scale.dtype == torch.uint8:
+        return "mx"
+    pairs = ((a.scale, a.codes), (b.scale, b.codes))
+    of_lines = (scale.ndim < 2 or scale.shape == (len(codes), 1) for scale, codes in pairs)
+    return "lines" if all(of_lines) else "blocks"
+
+
+def launch(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, k: int, a_format: str, b_format: str) -> None:
     m, n = out.shape
-    formats = FORMATS[a.codes.dtype], FORMATS[b.codes.dtype]
     compute_units = current_compute_units()
-    pair_bytes = 1 if formats == ("e2m1", "e2m1") else 2
+    pair_bytes = max(PAIR_BYTES[a_format], PAIR_BYTES[b_format])
     config = config_of(m, n, compute_units, pair_bytes)
     tiles_m = -(-m // config.block_m)
     tiles = tiles_m * -(-n // config.block_n)
@@ -252,8 +287,8 @@ def launch(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, k: int) -> 
     blocks = -(-split_k // config.block_k)
     config = config._replace(chunk=chunk, stages=min(config.stages, blocks))
     shape = Shape(
-        n, k, split_k, splits, k % split_k != 0, tiles_m == 1, a.scale.dtype == torch.uint8,
-        *formats, a.codes.stride(0), b.codes.stride(0),
+        n, k, split_k, splits, k % split_k != 0, tiles_m == 1, scales_of(a, b),
+        a_format, b_format, a.codes.stride(0), b.codes.stride(0),
         line_stride(a.scale), line_stride(b.scale), in_words(a.scale), in_words(b.scale), out.stride(0),
     )  # fmt: skip
     partial = partial_of(a.codes, config.block_m * config.block_n, tiles, splits) if splits > 1 else None

@@ -21,7 +21,18 @@ GROUP = gl.constexpr(8)  # rows of tiles that are rasterised together, for reuse
 @gluon.constexpr_function
 def bytes_of(elements, format):
     """Bytes of ``elements`` elements along k."""
-    return elements // 2 if format == "e2m1" else elements
+    return elements // 2 if format == "e2m1" else 2 * elements if is_dense(format) else elements
+
+
+@gluon.constexpr_function
+def is_dense(format):
+    """Whether elements are 16-bit floats. Their lines are copied as bytes, too."""
+    return format == "bf16" or format == "fp16"
+
+
+@gluon.constexpr_function
+def register_dtype(format):
+    return {"e2m1": gl.uint8, "e4m3": gl.float8e4nv, "e5m2": gl.float8e5, "bf16": gl.bfloat16, "fp16": gl.float16}[format]
 
 
 @gluon.constexpr_function
@@ -36,10 +47,10 @@ def swizzle_of(size):
 
 
 @gluon.constexpr_function
-def line_storage(waves_k, lines, size):
-    """LDS layout of lines of ``size`` bytes, [lines, size], without padding and bank conflicts. If waves divide k, the layout is
-    [waves_k, lines, size]."""
-    masks = swizzle_of(size)
+def line_storage(waves_k, lines, size, width=1):
+    """LDS layout of lines of ``size`` elements of ``width`` bytes, [lines, size], without padding and bank conflicts. If waves
+    divide k, the layout is [waves_k, lines, size]."""
+    masks = [mask // width for mask in swizzle_of(size * width)]
     bases = [[0, 1 << bit] for bit in range(log2(size))]
     bases += [[1 << bit, masks[bit] if bit < 4 else 0] for bit in range(log2(lines))]
     if waves_k > 1:
@@ -48,11 +59,11 @@ def line_storage(waves_k, lines, size):
 
 
 @gluon.constexpr_function
-def accumulator_layout(config):
+def accumulator_layout(config, format):
     """The register layout of a tile's accumulator, [rows, columns]. If waves divide k, each wave has an accumulator of its own,
     [waves_k, rows, columns]."""
     waves = [config.waves_m, config.waves_n] if config.waves_k == 1 else [config.waves_k, 1, 1]
-    return isa.mfma_layout([16, 16, 128], True, waves)
+    return isa.mfma_layout([16, 16, 32 if is_dense(format) else 128], True, waves)
 
 
 @gluon.constexpr_function
@@ -110,6 +121,7 @@ class Lines:
         index: 0 for a, 1 for b.
         waves_k: number of waves that divide k.
         layout: the operand's layout in registers.
+        dtype: the elements' dtype in registers. uint8 has two e2m1 elements.
     """
 
     base: gl.tensor
@@ -120,17 +132,20 @@ class Lines:
     index: gl.constexpr
     waves_k: gl.constexpr
     layout: gl.constexpr
+    dtype: gl.constexpr
 
 
 @gluon.aggregate
 class Scales:
     """The block scales of an operand's lines in a workgroup's tile, and LDS for a chunk of them.
 
+    A word is a line's scales of one step: four e8m0 scales, or the float32 scale of 128 elements.
+
     Attributes:
-        base: pointer to the first scale of the tile's first line, in the workgroup's split of k; or to its first word of four.
+        base: pointer to the first scale of the tile's first line, in the workgroup's split of k; or to its first word.
         offsets: int32 [lines, scales or words of a chunk], the offsets of the first chunk from ``base``.
         place: int32 [1, scales or words of a chunk], the index of each of these within its line.
-        blocks: number of blocks of 32 elements from ``base`` to the end of k.
+        end: number of scales or words from ``base`` to the end of k.
         shared: LDS, int32 [steps / waves_k, waves_k * lines]. A word has a line's scales of one step.
         waves_k, layout: as in `Lines`.
     """
@@ -138,7 +153,7 @@ class Scales:
     base: gl.tensor
     offsets: gl.tensor
     place: gl.tensor
-    blocks: gl.tensor
+    end: gl.tensor
     shared: gl.shared_memory_descriptor
     waves_k: gl.constexpr
     layout: gl.constexpr
@@ -172,7 +187,8 @@ def open_lines(operand, count, first, split, mfma: gl.constexpr, INDEX: gl.const
         gl.allocate_shared_memory(operand.codes.dtype.element_ty, [config.stages, waves_k * lines, size], plain(2)),
         INDEX,
         waves_k,
-        gl.DotOperandLayout(INDEX, mfma, 16),
+        gl.DotOperandLayout(INDEX, mfma, 8 if is_dense(format) else 16),
+        register_dtype(format),
     )
 
 
@@ -194,10 +210,43 @@ def open_scales(operand, count, first, split, layout: gl.constexpr, INDEX: gl.co
         base,
         line[:, None] * (stride // unit) + place,
         place,
-        shape.k // BLOCK - split * (shape.split_k // BLOCK),
+        (shape.k // BLOCK + unit - 1) // unit - split * (shape.split_k // BLOCK // unit),
         gl.allocate_shared_memory(gl.int32, [steps // config.waves_k, config.waves_k * lines], plain(1)),
         config.waves_k,
         layout,
+    )
+
+
+@gluon.jit
+def open_row_scales(operand, count, first, split, layout: gl.constexpr, config: gl.constexpr, shape: gl.constexpr):
+    """Returns the `Scales` of a's rows with a float32 scale per 128 elements. ``layout``: of the accumulator."""
+    steps: gl.constexpr = config.chunk // STEP
+    copy: gl.constexpr = scale_copy_layout(steps, gl.num_warps(), 1)
+    line = gl.minimum(gl.arange(0, config.block_m, gl.SliceLayout(1, copy)), count - 1 - first)
+    place = gl.arange(0, steps, gl.SliceLayout(0, copy))[None, :]
+    return Scales(
+        operand.scale + gl.to_tensor(first).to(gl.int64) * shape.a_scale_stride + split * (shape.split_k // STEP),
+        line[:, None] * shape.a_scale_stride + place,
+        place,
+        (shape.k + STEP - 1) // STEP - split * (shape.split_k // STEP),
+        gl.allocate_shared_memory(gl.int32, [steps // config.waves_k, config.waves_k * config.block_m], plain(1)),
+        config.waves_k,
+        layout,
+    )
+
+
+@gluon.jit
+def open_column_scales(operand, first, split, rows, config: gl.constexpr, shape: gl.constexpr):
+    """Returns the `Scales` of b's 128 columns with a float32 scale per 128 elements: one line, because the columns of a tile share
+    all scales. They have no LDS of their own. ``rows``: the `Scales` of a."""
+    return Scales(
+        operand.scale + gl.to_tensor(first).to(gl.int64) // STEP * shape.b_scale_stride + split * (shape.split_k // STEP),
+        rows.place,
+        rows.place,
+        rows.end,
+        rows.shared,
+        config.waves_k,
+        rows.layout,
     )
 
 
@@ -214,16 +263,14 @@ def copy_block(lines, block, stage, shape: gl.constexpr):
 
 @gluon.jit
 def load_scales(scales, chunk):
-    """Loads a chunk of scales as words, int32 [lines, steps]. Scales beyond the end of k are zeros.
+    """Loads a chunk of scales as words, int32 or float32 [lines, steps]. Scales beyond the end of k are zeros.
 
     A loop must not carry the scales as bytes: each byte would take a register.
     """
     count: gl.constexpr = scales.offsets.shape[1]
-    WORDS: gl.constexpr = scales.base.dtype.element_ty == gl.int32
-    end = scales.blocks // 4 if WORDS else scales.blocks
-    mask, _ = gl.broadcast(scales.place < end - chunk * count, scales.offsets)
+    mask, _ = gl.broadcast(scales.place < scales.end - chunk * count, scales.offsets)
     found = isa.buffer_load(scales.base + chunk * count, scales.offsets, mask=mask)
-    if not WORDS:
+    if scales.base.dtype.element_ty == gl.uint8:
         even, odd = gl.split(found.to(gl.int32).reshape(found.shape[0], count // 4, 2, 2))
         first, third = gl.split(even)
         second, fourth = gl.split(odd)
@@ -234,8 +281,24 @@ def load_scales(scales, chunk):
 @gluon.jit
 def store_scales(scales, words):
     """Stores a chunk of scales, int32 [lines, steps], to LDS."""
-    shared = scales.shared.reinterpret(gl.int32, [words.shape[1], words.shape[0]], plain(2))
+    shared = scales.shared.reinterpret(words.dtype, [words.shape[1], words.shape[0]], plain(2))
     shared.store(words.permute(1, 0))
+
+
+@gluon.jit
+def load_chunk(a_scales, b_scales, chunk):
+    """Loads a chunk of the scales of both operands."""
+    return load_scales(a_scales, chunk), load_scales(b_scales, chunk)
+
+
+@gluon.jit
+def store_chunk(a_scales, b_scales, a_words, b_words):
+    """Stores a chunk of scales to LDS: of both operands; float32 scales are multiplied, and stored once."""
+    if a_words.dtype == gl.float32:
+        store_scales(a_scales, a_words * b_words)
+    else:
+        store_scales(a_scales, a_words)
+        store_scales(b_scales, b_words)
 
 
 @gluon.jit
@@ -243,15 +306,16 @@ def read_block(lines, stage):
     """Reads a block of k from LDS as an MFMA operand."""
     shared = lines.shared.index(stage)
     waves_k: gl.constexpr = lines.waves_k
+    width: gl.constexpr = lines.dtype.primitive_bitwidth // 8
     count: gl.constexpr = shared.shape[0] // waves_k
-    size: gl.constexpr = shared.shape[1]
-    storage: gl.constexpr = line_storage(waves_k, count, size)
+    size: gl.constexpr = shared.shape[1] // width
+    storage: gl.constexpr = line_storage(waves_k, count, size, width)
     if waves_k == 1:
-        shared = shared.reinterpret(shared.dtype, [count, size], storage)
+        shared = shared.reinterpret(lines.dtype, [count, size], storage)
         if lines.index == 1:
             shared = shared.permute([1, 0])
     else:
-        shared = shared.reinterpret(shared.dtype, [waves_k, count, size], storage)
+        shared = shared.reinterpret(lines.dtype, [waves_k, count, size], storage)
         if lines.index == 1:
             shared = shared.permute([0, 2, 1])
     return copies.load_shared_relaxed(shared, lines.layout)
@@ -283,6 +347,20 @@ def read_scales(scales, block, STEPS: gl.constexpr):
         rows: gl.constexpr = found.shape[0]
         both = gl.join(found, read_step(scales, block * STEPS + 1)).permute(0, 2, 1).reshape(rows, 8)
         found = gl.convert_layout(both, isa.mfma_scale_layout(scales.layout, [rows, 8]), assert_trivial=True)
+    return found
+
+
+@gluon.jit
+def read_factors(scales, row):
+    """Reads a step's float32 scales, those of both operands multiplied, from LDS, float32 [rows, 1] in the accumulator's layout."""
+    words = scales.shared.index(row)
+    waves_k: gl.constexpr = scales.waves_k
+    count: gl.constexpr = words.shape[0] // waves_k
+    layout: gl.constexpr = scales.layout
+    if waves_k == 1:
+        found = words.reinterpret(gl.float32, [count], plain(1)).load(gl.SliceLayout(1, layout))[:, None]
+    else:
+        found = words.reinterpret(gl.float32, [waves_k, count], plain(2)).load(gl.SliceLayout(2, layout))[:, :, None]
     return found
 
 
@@ -330,15 +408,25 @@ def add_block(acc, a, b, a_scales, b_scales, stage, index, config: gl.constexpr,
     chunk of scales."""
     STEPS: gl.constexpr = config.block_k // config.waves_k // STEP
     a_block = read_block(a, stage)
-    if shape.block_scaled:
+    if is_dense(shape.a_format):
+        acc = isa.mfma(a_block, read_block(b, stage), acc)
+    elif shape.scales == "mx":
         a_scale = read_scales(a_scales, index, STEPS)
         b_block = read_block(b, stage)
         b_scale = read_scales(b_scales, index, STEPS)
+        acc = isa.mfma_scaled(a_block, a_scale, shape.a_format, b_block, b_scale, shape.b_format, acc)
     else:
         b_block = read_block(b, stage)
         a_scale = unit_scales(a, config.block_m, STEPS)
         b_scale = unit_scales(b, config.block_n, STEPS)
-    return isa.mfma_scaled(a_block, a_scale, shape.a_format, b_block, b_scale, shape.b_format, acc)
+        if shape.scales == "blocks":
+            gl.static_assert(STEPS == 1, "a wave's part of a block of k has one scale")
+            part = isa.mfma_scaled(a_block, a_scale, shape.a_format, b_block, b_scale, shape.b_format, gl.zeros_like(acc))
+            factors, _ = gl.broadcast(read_factors(a_scales, index), acc)
+            acc = gl.fma(part, factors, acc)
+        else:
+            acc = isa.mfma_scaled(a_block, a_scale, shape.a_format, b_block, b_scale, shape.b_format, acc)
+    return acc
 
 
 @gluon.jit
@@ -349,37 +437,39 @@ def multiply(a, b, a_scales, b_scales, mfma: gl.constexpr, config: gl.constexpr,
     blocks: gl.constexpr = (shape.split_k + config.block_k - 1) // config.block_k
     per_chunk: gl.constexpr = config.chunk // config.block_k
     ahead: gl.constexpr = blocks if blocks <= stages else stages - 1  # blocks in flight
-    if config.waves_k == 1:
-        acc = gl.zeros([config.block_m, config.block_n], gl.float32, mfma)
-    else:
-        acc = gl.zeros([config.waves_k, config.block_m, config.block_n], gl.float32, mfma)
-    if shape.block_scaled:
-        a_words = load_scales(a_scales, 0)
-        b_words = load_scales(b_scales, 0)
+    scaled: gl.constexpr = shape.scales == "mx" or shape.scales == "blocks"
+    acc = empty_accumulator(mfma, config)
+    if scaled:
+        a_words, b_words = load_chunk(a_scales, b_scales, 0)
     for first in gl.static_range(ahead):
         copy_blocks(a, b, first, first, shape)
     for block in range(blocks - ahead):
-        if shape.block_scaled:  # noqa: SIM102  (a compile-time condition, and one at run time)
+        if scaled:  # noqa: SIM102  (a compile-time condition, and one at run time)
             if block % per_chunk == 0:
-                store_scales(a_scales, a_words)
-                store_scales(b_scales, b_words)
-                a_words = load_scales(a_scales, block // per_chunk + 1)
-                b_words = load_scales(b_scales, block // per_chunk + 1)
+                store_chunk(a_scales, b_scales, a_words, b_words)
+                a_words, b_words = load_chunk(a_scales, b_scales, block // per_chunk + 1)
         copies.wait_group(ahead - 1)
         gl.barrier()  # all waves have read the previous block: its buffer is free
         copy_blocks(a, b, block + ahead, (block + ahead) % stages, shape)
         acc = add_block(acc, a, b, a_scales, b_scales, block % stages, block % per_chunk, config, shape)
     # Drain the pipeline.
     for last in gl.static_range(blocks - ahead, blocks):
-        if shape.block_scaled and last % per_chunk == 0:
-            store_scales(a_scales, a_words)
-            store_scales(b_scales, b_words)
+        if scaled and last % per_chunk == 0:
+            store_chunk(a_scales, b_scales, a_words, b_words)
             if last + per_chunk < blocks:
-                a_words = load_scales(a_scales, last // per_chunk + 1)
-                b_words = load_scales(b_scales, last // per_chunk + 1)
+                a_words, b_words = load_chunk(a_scales, b_scales, last // per_chunk + 1)
         copies.wait_group(blocks - 1 - last)
         acc = add_block(acc, a, b, a_scales, b_scales, last % stages, last % per_chunk, config, shape)
     return acc if config.waves_k == 1 else gl.sum(acc, axis=0)
+
+
+@gluon.jit
+def empty_accumulator(mfma: gl.constexpr, config: gl.constexpr):
+    if config.waves_k == 1:
+        acc = gl.zeros([config.block_m, config.block_n], gl.float32, mfma)
+    else:
+        acc = gl.zeros([config.waves_k, config.block_m, config.block_n], gl.float32, mfma)
+    return acc
 
 
 @gluon.jit
@@ -406,7 +496,7 @@ def store_tile(out, bias, acc, a, b, first_row, first_column, m, shape: gl.const
     column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     row_exists = row < m - first_row
     exists = column < shape.n - first_column
-    if not shape.block_scaled:
+    if shape.scales == "lines":
         row_scale = gl.load(a.scale + (first_row + row) * shape.a_scale_stride, mask=row_exists, other=0.0)
         column_scale = gl.load(b.scale + (first_column + column) * shape.b_scale_stride, mask=exists, other=0.0)
         acc = acc * row_scale[:, None] * column_scale[None, :]
@@ -430,7 +520,7 @@ def mm_kernel(a, b, m, per_xcd, out, bias, partial, config: gl.constexpr, shape:
     BM: gl.constexpr = config.block_m
     BN: gl.constexpr = config.block_n
     tiles_n: gl.constexpr = (shape.n + BN - 1) // BN
-    mfma: gl.constexpr = accumulator_layout(config)
+    mfma: gl.constexpr = accumulator_layout(config, shape.a_format)
     tile = gl.program_id(0)
     tiles = tiles_n
     if shape.one_row:
@@ -445,11 +535,14 @@ def mm_kernel(a, b, m, per_xcd, out, bias, partial, config: gl.constexpr, shape:
         lines_a = open_lines(a, m, first_row, split, mfma, 0, config, shape)
         a_scales = None
         b_scales = None
-        if shape.block_scaled:
+        if shape.scales == "mx":
             a_scales = open_scales(a, m, first_row, split, lines_a.layout, 0, config, shape)
         lines_b = open_lines(b, shape.n, first_column, split, mfma, 1, config, shape)
-        if shape.block_scaled:
+        if shape.scales == "mx":
             b_scales = open_scales(b, shape.n, first_column, split, lines_b.layout, 1, config, shape)
+        if shape.scales == "blocks":
+            a_scales = open_row_scales(a, m, first_row, split, mfma, config, shape)
+            b_scales = open_column_scales(b, first_column, split, a_scales, config, shape)
         acc = multiply(lines_a, lines_b, a_scales, b_scales, mfma, config, shape)
         if shape.splits > 1:
             results = partial.results + tile.to(gl.int64) * (shape.splits * BM * BN)
