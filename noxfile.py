@@ -91,7 +91,7 @@ def interpret(session: nox.Session) -> None:
     files = [f"{CORE}/tests/{name}" for name in ("test_kernels.py", "test_ids.py", "test_docs.py", "triton")]
     session.run("python", "-m", "pytest", *files, *arguments, env=environment)
     if not session.posargs:
-        session.run("python", "ci/compile_triton.py", "--arch", "sm_90", "--arch", "gfx950", "--changed", "--seconds", "300")
+        session.run("python", "ci/compile_triton.py", "--arch", "sm_90", "--arch", "gfx950", "--changed", "--seconds", "120")
 
 
 @nox.session
