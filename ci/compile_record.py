@@ -1,7 +1,7 @@
 """Records which kernels the current sources are known to compile, so that CI compiles only kernels that have changed since.
 
 ``ci/compiled.json`` stores a digest of the sources of each pair of architecture and kernel that compiled whole, without a failure.
-A pair has changed if its digest differs from the recorded one, or if another compiler is installed. Comments and docstrings
+A recorded pair has changed if the digest of its sources differs now, or if another compiler is installed. Comments and docstrings
 change no digest.
 """
 
@@ -25,11 +25,11 @@ def digest(files: Iterable[Path], root: Path) -> str:
 
 
 def read(path: Path, versions: str) -> dict[Job, str]:
-    """Returns the recorded digests; none if there is no record, or if the record is of another compiler."""
-    record = json.loads(path.read_text()) if path.exists() else {}
-    if record.get("versions") != versions:
-        return {}
-    return {(arch, kernel): found for kernel, archs in record["compiled"].items() for arch, found in archs.items()}
+    """Returns the recorded digests; none if there is no record. Digests of another compiler's record are empty, so that they differ
+    from all others."""
+    record = json.loads(path.read_text()) if path.exists() else {"versions": versions, "compiled": {}}
+    same = record["versions"] == versions
+    return {(arch, kernel): found if same else "" for kernel, archs in record["compiled"].items() for arch, found in archs.items()}
 
 
 def write(path: Path, versions: str, digests: Mapping[Job, str]) -> None:
@@ -39,15 +39,23 @@ def write(path: Path, versions: str, digests: Mapping[Job, str]) -> None:
     path.write_text(json.dumps({"versions": versions, "compiled": compiled}, indent=1) + "\n")
 
 
-def changed(jobs: Sequence[Job], digests: Mapping[str, str], recorded: Mapping[Job, str]) -> list[Job]:
-    """Returns the pairs whose kernel differs from the record.
+def chosen(
+    jobs: Sequence[Job], digests: Mapping[str, str], recorded: Mapping[Job, str], *, changed: bool, unrecorded: bool
+) -> list[Job]:
+    """Returns the pairs to compile.
 
     Args:
-        jobs: the pairs to compile.
+        jobs: the pairs to choose from.
         digests: the digest of each kernel's current sources.
         recorded: the result of `read`.
+        changed: whether to compile recorded pairs that have changed.
+        unrecorded: whether to compile pairs without a record.
     """
-    return [(arch, kernel) for arch, kernel in jobs if recorded.get((arch, kernel)) != digests[kernel]]
+
+    def wanted(job: Job) -> bool:
+        return recorded[job] != digests[job[1]] and changed if job in recorded else unrecorded
+
+    return [job for job in jobs if wanted(job)]
 
 
 def _code(source: str) -> str:

@@ -6,8 +6,9 @@ uninitialised values.
 
     python ci/compile_triton.py --arch sm_90 --arch gfx950 --kernel decode
 
-``--changed`` leaves out what ``ci/compiled.json`` records: pairs of architecture and kernel that compiled whole with the same
-sources and the same Triton. ``--record`` adds the pairs that this run compiled whole to the record. ``--seconds`` sets a limit.
+``ci/compiled.json`` records pairs of architecture and kernel that compiled whole. ``--changed`` compiles only recorded pairs whose
+sources or whose compiler have changed since, ``--unrecorded`` only pairs without a record; both may be given. ``--record`` adds the
+pairs that this run compiled whole to the record. ``--seconds`` sets a time limit.
 
 The exit status is 1 in these cases: a kernel does not compile, or needs too much shared memory; operands of a wgmma may be
 overwritten while the wgmma is in flight; ptxas serialised wgmma instructions; machine code reads uninitialised registers; a kernel
@@ -96,10 +97,10 @@ def main() -> int:
     jobs = [(arch, kernel) for kernel in _kernels(options.kernel) for arch in options.arch or ARCHITECTURES]
     digests = {kernel: compile_record.digest(_sources(kernel), ROOT) for kernel in {kernel for _, kernel in jobs}}
     recorded = compile_record.read(compile_record.RECORD, _compiler())
-    if options.changed:
-        jobs = compile_record.changed(jobs, digests, recorded)
+    if options.changed or options.unrecorded:
+        jobs = compile_record.chosen(jobs, digests, recorded, changed=options.changed, unrecorded=options.unrecorded)
         if not jobs:
-            print(f"No kernel has changed since {compile_record.RECORD.name} was written ({_compiler()}).")
+            print(f"Nothing to compile: {compile_record.RECORD.name} has {len(recorded)} pairs of architecture and kernel.")
             return 0
     compiled: list[Compiled] = []
     failures: list[Failure] = []
@@ -154,7 +155,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--case", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--small", action="store_true", help="leave the large cases out")
     parser.add_argument("--every", action="store_true", help="print every configuration, not one line a function and architecture")
-    parser.add_argument("--changed", action="store_true", help="leave out what ci/compiled.json records")
+    parser.add_argument("--changed", action="store_true", help="compile recorded pairs that have changed")
+    parser.add_argument("--unrecorded", action="store_true", help="compile pairs that ci/compiled.json does not list")
     parser.add_argument("--record", action="store_true", help="add what compiled whole, without a failure, to ci/compiled.json")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further compilation after this time")

@@ -1,4 +1,4 @@
-"""Tests the record of compiled kernels, with which ``ci/compile_triton.py --changed`` decides what to compile."""
+"""Tests the record of compiled kernels, by which ``ci/compile_triton.py`` decides what to compile."""
 
 from __future__ import annotations
 
@@ -45,21 +45,31 @@ def test_a_renamed_or_additional_file_changes_a_digest(compile_record: ModuleTyp
     assert compile_record.digest(sources[1:], tmp_path) != before
 
 
-def test_pairs_that_differ_from_the_record_are_compiled(compile_record: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [
+        ({"changed": True, "unrecorded": False}, [("sm_90", "edited")]),
+        ({"changed": False, "unrecorded": True}, [("sm_90", "new"), ("gfx950", "new")]),
+        ({"changed": True, "unrecorded": True}, [("sm_90", "edited"), ("sm_90", "new"), ("gfx950", "new")]),
+    ],
+)
+def test_which_pairs_are_compiled(
+    compile_record: ModuleType, tmp_path: Path, which: dict[str, bool], expected: list[tuple[str, str]]
+) -> None:
     jobs = [(arch, kernel) for kernel in ("same", "edited", "new") for arch in ("sm_90", "gfx950")]
     recorded = {("sm_90", "same"): "1", ("gfx950", "same"): "1", ("sm_90", "edited"): "2", ("gfx950", "edited"): "3"}
     record = tmp_path / "compiled.json"
     compile_record.write(record, "triton 3.9.0", recorded)
     assert compile_record.read(record, "triton 3.9.0") == recorded
-    digests = {"same": "1", "edited": "3", "new": "4"}
-    assert compile_record.changed(jobs, digests, recorded) == [("sm_90", "edited"), ("sm_90", "new"), ("gfx950", "new")]
+    assert compile_record.chosen(jobs, {"same": "1", "edited": "3", "new": "4"}, recorded, **which) == expected
 
 
-def test_a_record_of_another_compiler_counts_as_none(compile_record: ModuleType, tmp_path: Path) -> None:
-    record = tmp_path / "compiled.json"
+def test_every_recorded_pair_has_changed_for_another_compiler(compile_record: ModuleType, tmp_path: Path) -> None:
+    record, job = tmp_path / "compiled.json", ("sm_90", "a")
     assert compile_record.read(record, "triton 3.9.0") == {}
-    compile_record.write(record, "triton 3.6.0", {("sm_90", "a"): "1"})
-    assert compile_record.read(record, "triton 3.9.0") == {}
+    compile_record.write(record, "triton 3.6.0", {job: "1"})
+    recorded = compile_record.read(record, "triton 3.9.0")
+    assert compile_record.chosen([job], {"a": "1"}, recorded, changed=True, unrecorded=False) == [job]
 
 
 def test_the_committed_record_names_registered_kernels(compile_record: ModuleType) -> None:
