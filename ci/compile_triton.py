@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import multiprocessing
@@ -166,11 +167,15 @@ def _parse() -> argparse.Namespace:
 
 
 def _sources(kernel: str) -> list[Path]:
-    """Returns the source files of a kernel: its launcher, its device code, its operator, and the modules that these import."""
+    """Returns the source files of a kernel: its launcher, its device code, the modules that these import, and the operator, which
+    declares the cases."""
     from tokenspeed_kernel.workbench.tuned import source_files
+    from tokenspeed_kernel_base.operator import get_operator
     from tokenspeed_kernel_base.registry import KernelRegistry
 
-    return list(source_files(KernelRegistry.get().module_of(kernel)).values())
+    registry = KernelRegistry.get()
+    operator = get_operator(registry.get_by_name(kernel).operator)
+    return [*source_files(registry.module_of(kernel)).values(), Path(inspect.getfile(operator.body))]
 
 
 def _until(end: float, idle: threading.Semaphore, work: Iterator[_Work]) -> Iterator[_Work]:

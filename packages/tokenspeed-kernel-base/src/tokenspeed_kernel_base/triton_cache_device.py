@@ -24,9 +24,9 @@ _delegate: Any = FileCacheManager
 
 
 def toolchain() -> list[str]:
-    """Returns everything but the kernel on which Triton's cache key depends.
+    """Returns the versions and settings that are part of the cache key of every Triton kernel.
 
-    This is Triton's version, a digest of its installed files, the version of ptxas, and the environment variables that affect
+    These are Triton's version, a digest of its installed files, the version of ptxas, and the environment variables that affect
     compilations. Wheels of one version for two versions of Python differ in their files, and thus in their cache keys.
     """
     build = hashlib.sha256(triton_key().encode()).hexdigest()[:12]
