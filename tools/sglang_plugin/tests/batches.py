@@ -55,3 +55,19 @@ def change(runner: Any, where: str, value: Any) -> None:
     for part in owner.split(".") if owner else ():
         target = target[int(part)] if part.isdigit() else getattr(target, part)
     setattr(target, name, value)
+
+
+def serve_all_modes(runner: Any, backend: Any, requests: Any) -> None:
+    """Passes requests through a prefill, a chunk with a cached prefix, a mixed batch and two decode steps. ``requests`` checks the
+    outputs of each step."""
+    steps = [
+        (ForwardMode.EXTEND, [0, 0], [20, 3], [2, 0]),  # a prefill
+        (ForwardMode.EXTEND, [20], [9], [2]),  # the next chunk of a prompt, or a prompt with a cached prefix
+        (ForwardMode.MIXED, [29, 3], [1, 11], [2, 0]),
+        (ForwardMode.DECODE, [30, 14], [1, 1], [2, 0]),
+        (ForwardMode.DECODE, [15, 31], [1, 1], [0, 2]),
+    ]
+    for mode, prefix, new, which in steps:
+        batch = make_batch(runner, mode, prefix, new, which)
+        backend.init_forward_metadata(batch)
+        requests.step(backend, batch)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: `nox -s sglang` installs it")
 pytest.importorskip("tokenspeed_kernel_sglang", reason="needs the plugin: `nox -s sglang` installs it")
 
-from batches import CONTEXT, SLOTS, change, make_batch, runner_of
+from batches import CONTEXT, SLOTS, change, make_batch, runner_of, serve_all_modes
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -141,17 +141,7 @@ class Requests:
 def test_prefill_chunk_prefix_mixed_and_decode(options: dict[str, Any], scale: float) -> None:
     runner = make_runner(**options)
     backend, requests = TokenspeedBackend(runner), Requests(runner, scale)
-    steps = [
-        (ForwardMode.EXTEND, [0, 0], [20, 3], [2, 0]),  # a prefill
-        (ForwardMode.EXTEND, [20], [9], [2]),  # the next chunk of a prompt, or a prompt with a cached prefix
-        (ForwardMode.MIXED, [29, 3], [1, 11], [2, 0]),
-        (ForwardMode.DECODE, [30, 14], [1, 1], [2, 0]),
-        (ForwardMode.DECODE, [15, 31], [1, 1], [0, 2]),
-    ]
-    for mode, prefix, new, which in steps:
-        batch = make_batch(runner, mode, prefix, new, which)
-        backend.init_forward_metadata(batch)
-        requests.step(backend, batch)
+    serve_all_modes(runner, backend, requests)
     assert receipt().served("attention")
     assert sum(row.layers for row in receipt().rows) == 2
 

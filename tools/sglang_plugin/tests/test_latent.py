@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: `nox -s sglang` installs it")
 pytest.importorskip("tokenspeed_kernel_sglang", reason="needs the plugin: `nox -s sglang` installs it")
 
-from batches import CONTEXT, SLOTS, change, make_batch, runner_of
+from batches import CONTEXT, SLOTS, change, make_batch, runner_of, serve_all_modes
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -128,17 +128,7 @@ def test_prefill_chunk_prefix_mixed_and_decode(page_size: int, cache: torch.dtyp
     runner = make_runner(page_size, cache)
     backend, requests = parts._factory("tokenspeed", lambda given: None)(runner), Requests(runner)
     assert isinstance(backend, LatentBackend)
-    steps = [
-        (ForwardMode.EXTEND, [0, 0], [20, 3], [2, 0]),  # a prefill
-        (ForwardMode.EXTEND, [20], [9], [2]),  # the next chunk of a prompt, or a prompt with a cached prefix
-        (ForwardMode.MIXED, [29, 3], [1, 11], [2, 0]),
-        (ForwardMode.DECODE, [30, 14], [1, 1], [2, 0]),
-        (ForwardMode.DECODE, [15, 31], [1, 1], [0, 2]),
-    ]
-    for mode, prefix, new, which in steps:
-        batch = make_batch(runner, mode, prefix, new, which)
-        backend.init_forward_metadata(batch)
-        requests.step(backend, batch)
+    serve_all_modes(runner, backend, requests)
     assert requests.calls[::LAYERS] == ["expanded", "extend", "extend", "decode", "decode"]
     latent, expanded = receipt().rows
     assert (latent.layers, expanded.layers) == (LAYERS, LAYERS)

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import break_fp4_bytes, run_nvfp4_emulations
 from vllm.platforms import current_platform
 from vllm_checkpoints import BLOCKS, KINDS, config_of, modelopt_checkpoint
+from vllm_linear import check_compiled_whole
 
 import tokenspeed_kernel_vllm
 from tokenspeed_kernel_vllm import linear_planned, sizes
@@ -176,22 +177,10 @@ def test_a_shard_of_the_features(fp4: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kind", ["modelopt nvfp4", "quark mxfp4"])
 def test_a_layer_is_compiled_whole_and_once(fp4: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Compiles a layer as vLLM does: as one graph without breaks, for any number of tokens."""
     monkeypatch.setenv("TOKENSPEED_VLLM_FP4_ACTIVATIONS", "1")
     layer = make_layer(kind)
     load(layer, kind, checkpoint(kind))
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(lambda x: layer(x)[0], backend=backend, fullgraph=True)
-    for tokens in (3, 7, 12):
-        x = torch.randn(tokens, IN, dtype=torch.bfloat16)
-        torch._dynamo.mark_dynamic(x, 0)
-        assert torch.equal(compiled(x), layer(x)[0])
-    assert len(graphs) == 1
+    check_compiled_whole(layer, IN)
 
 
 def test_it_is_warmed_up_once_and_recorded(fp4: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors import schemes
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm_linear import check_compiled_whole
 
 import tokenspeed_kernel_vllm
 from tokenspeed_kernel_vllm import linear_planned
@@ -123,21 +124,9 @@ def test_a_fused_checkpoint_has_one_scale(fp8: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kind", ["tensor", "block"])
 def test_a_layer_is_compiled_whole_and_once(fp8: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Compiles a layer as vLLM does: as one graph without breaks, for any number of tokens."""
     layer = make_layer(kind, monkeypatch)
     load(layer, checkpoint(kind))
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(lambda x: layer(x)[0], backend=backend, fullgraph=True)
-    for tokens in (3, 7, 12):
-        x = torch.randn(tokens, IN, dtype=torch.bfloat16)
-        torch._dynamo.mark_dynamic(x, 0)
-        assert torch.equal(compiled(x), layer(x)[0])
-    assert len(graphs) == 1
+    check_compiled_whole(layer, IN)
 
 
 # -- fallback to vLLM -----------------------------------------------------------------------------------------------------------

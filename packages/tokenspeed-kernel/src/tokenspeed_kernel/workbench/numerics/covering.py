@@ -11,7 +11,7 @@ from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.spec import KernelSpec
 
-# What a case costs in addition to its work, as a number of elements: in Triton's interpreter, and where a case compiles a kernel.
+# The fixed cost of a case, in elements of its arguments: in Triton's interpreter, and where the case compiles a kernel.
 INTERPRETATION = 4096
 COMPILATION = 1_000_000
 # Floating-point operations that take about as long as one more element of an argument.
