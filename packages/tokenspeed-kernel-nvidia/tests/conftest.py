@@ -4,12 +4,15 @@ device."""
 from __future__ import annotations
 
 import contextlib
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import tokenspeed_kernel_nvidia
+from tokenspeed_kernel_base import ops
 from tokenspeed_kernel_base.platform import current_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
@@ -17,6 +20,10 @@ from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 
 from .flashinfer_stand_in import source_reader
+
+# Kernels name their operators by strings. Declare all operators here, so that no test file depends on another file's imports.
+for _module in pkgutil.walk_packages(ops.__path__, ops.__name__ + "."):
+    importlib.import_module(_module.name)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -17,6 +17,7 @@ from sm90_emulator.launching import launch
 from sm90_emulator.memory import Memory
 from sm90_emulator.programs import ptx
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as operator
+from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_nvidia.cutedsl.launch import KINDS
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import GROUP_PAIRS, QkvConfig, launch_parameters_of
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.launch import rmsnorm_qkv_rope_program
@@ -52,7 +53,9 @@ def run(
     norm_dtype: torch.dtype = BF16,
     index_dtype: torch.dtype = torch.int64,
     seed: int = 0,
+    scale: str | None = None,
 ) -> None:
+    """``scale``: the granularity of the scales of fp8 weights, tensor or channel; None for bfloat16 weights."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
@@ -61,6 +64,9 @@ def run(
     columns = (heads + 2 * kv_heads) * head_dim
     x, added = normal(tokens, hidden), normal(tokens, hidden) if residual else None
     weight, norm = normal(columns, hidden, scale=hidden**-0.5), normal(hidden, dtype=norm_dtype)
+    scales = None
+    if scale is not None:
+        weight, scales = quantize_fp8(weight, "token" if scale == "channel" else scale)
     beside = normal(columns) if bias else None
     positions = torch.randint(POSITIONS, (tokens,), generator=draw).to(index_dtype)
     table = normal(POSITIONS, head_dim, dtype=torch.float32)
@@ -68,17 +74,20 @@ def run(
     memory = Memory(1 << 24)
     places = [memory.put(bytes_of(cache)) for cache in caches]
     out, total = (memory.put(np.full(2 * size, 0x44, np.uint8)) for size in (tokens * columns, tokens * hidden))
-    config = QkvConfig("bfloat16", head_dim)
+    config = QkvConfig("bfloat16", head_dim, "dense" if scales is None else "float8_e4m3fn")
     numbers = launch_parameters_of(config, tokens, columns, hidden, ctas)
     pairs = columns // 2
     wide = int(index_dtype == torch.int64)
     slots_at = 0 if slots is None else memory.put(bytes_of(slots.to(index_dtype)))
     arguments = [
-        memory.put(bytes_of(weight)), 2 * hidden, numbers.stages, numbers.ring, memory.put(bytes_of(x)), 2 * hidden, tokens,
+        memory.put(bytes_of(weight)), weight.element_size() * hidden, numbers.stages, numbers.ring,
+        memory.put(bytes_of(x)), 2 * hidden, tokens,
         numbers.chunk_bytes, numbers.activations, out, columns, 1,
         *([0, 0] if beside is None else [memory.put(bytes_of(beside)), KINDS[BF16]]),
         *([0, 0] if added is None else [memory.put(bytes_of(added)), 2 * hidden]), total if residual else 0, 2 * hidden,
-        memory.put(bytes_of(norm)), KINDS[norm_dtype], 1e-5, hidden, numbers.row_shift, memory.put(bytes_of(positions)), wide, 1,
+        memory.put(bytes_of(norm)), KINDS[norm_dtype],
+        *([0, 0, 0] if scales is None else [memory.put(bytes_of(scales)), 0, int(scales.ndim == 2)]),
+        1e-5, hidden, numbers.row_shift, memory.put(bytes_of(positions)), wide, 1,
         memory.put(bytes_of(table)), head_dim, 1, *(number for cache, at in zip(caches, places, strict=True)
         for number in (at, *cache.stride())), slots_at, wide, 1, PAGE_SIZE, heads, kv_heads, pairs // numbers.ctas,
         pairs % numbers.ctas,
@@ -89,7 +98,8 @@ def run(
         *operator.operator.complete(
             {
                 "x": x, "norm_weight": norm, "qkv_weight": weight.t(), "positions": positions, "cos_sin_cache": table,
-                "kv_heads": kv_heads, "head_dim": head_dim, "residual": added, "bias": beside, **given,
+                "kv_heads": kv_heads, "head_dim": head_dim, "residual": added, "bias": beside,
+                "qkv_weight_scale": scales if scales is None or scales.ndim < 2 else scales.t(), **given,
             }
         ).values()
     )  # fmt: skip
@@ -128,3 +138,11 @@ def test_several_groups() -> None:
 
 def test_wide_heads() -> None:
     run(2, 40, 2, 1, 128, 9, slots=torch.tensor([11, 3]))
+
+
+def test_fp8_weights() -> None:
+    """Tests rows of weights of several ring stages, and a row that ends within a stage's bytes."""
+    run(1, 288, 2, 1, 64, 3, slots=torch.tensor([7]), scale="channel")
+    run(3, 2880, 1, 1, 64, 7, slots=torch.tensor([5, -1, 0]), scale="channel")
+    run(2, 48, 2, 1, 128, 9, bias=False, norm_dtype=torch.float32, scale="tensor")
+    run(8, 1056, 1, 1, 64, 4, residual=False, scale="channel")

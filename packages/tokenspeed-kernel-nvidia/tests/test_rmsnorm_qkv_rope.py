@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
+from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     HEAD_DIMS,
     MOST_HIDDEN,
     MOST_TOKENS,
     SQUARES,
+    WEIGHTS,
     QkvConfig,
     every_config,
     launch_parameters_of,
@@ -47,7 +49,9 @@ class Call:
         norm_dtype: torch.dtype = BF16,
         index_dtype: torch.dtype = torch.int64,
         seed: int = 0,
+        scale: str | None = None,
     ) -> None:
+        """``scale``: the granularity of the scales of fp8 weights, token or tensor; None for bfloat16 weights."""
         draw = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
@@ -69,8 +73,15 @@ class Call:
             "bias": normal(columns) if bias else None,
             "k_cache": normal(pages, page_size, kv_heads, head_dim),
             "v_cache": normal(pages, page_size, kv_heads, head_dim),
+            "qkv_weight_scale": None,
             "slot_mapping": torch.randperm(pages * page_size, generator=draw, device=device)[:tokens].to(index_dtype),
         }
+
+        self.weight = self.given["qkv_weight"].double()
+        if scale is not None:
+            values, scales = quantize_fp8(self.given["qkv_weight"].t(), scale)
+            self.given["qkv_weight"], self.given["qkv_weight_scale"] = values.t(), scales.t() if scales.ndim == 2 else scales
+            self.weight = self.given["qkv_weight"].double() * self.given["qkv_weight_scale"].double()
 
     def wanted(self) -> tuple[Tensor, Tensor]:
         """Returns queries, keys and values in float64, and the sum of x and the residual."""
@@ -78,7 +89,7 @@ class Call:
         total = given["x"] if given["residual"] is None else (given["x"].float() + given["residual"].float()).to(BF16)
         wide = total.double()
         normed = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * given["norm_weight"].double()
-        qkv = normed @ given["qkv_weight"].double() + (0 if given["bias"] is None else given["bias"].double())
+        qkv = normed @ self.weight + (0 if given["bias"] is None else given["bias"].double())
         every = qkv.unflatten(1, (-1, self.head_dim))
         turned = self.heads + self.kv_heads
         q, k = apply_rope.operator.body(
@@ -124,6 +135,14 @@ def test_shapes(sm90: torch.device, hidden: int, heads: int, kv_heads: int, head
     """Tests shapes of models, heads that share no CTA, and many groups of pairs."""
     for tokens in (1, 3, 8):
         Call(sm90, tokens, hidden, heads, kv_heads, head_dim, page_size=5, seed=tokens).check()
+
+
+@pytest.mark.parametrize("scale", ["token", "tensor"])
+def test_fp8_weights(sm90: torch.device, scale: str) -> None:
+    for tokens in (1, 2, 4, 8):
+        Call(sm90, tokens, scale=scale, seed=tokens).check()
+    for hidden, heads, kv_heads, head_dim in ((16, 1, 1, 64), (4096, 32, 8, 128), (MOST_HIDDEN, 64, 8, 128), (1008, 3, 1, 64)):
+        Call(sm90, 3, hidden, heads, kv_heads, head_dim, bias=False, scale=scale).check()
 
 
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.float16, torch.float64], ids=str)
@@ -175,11 +194,12 @@ def test_the_same_alone_and_with_others(sm90: torch.device) -> None:
 
 def test_every_size_has_room() -> None:
     """Asserts that the tokens, a ring buffer of several stages, the barriers and the sums of squares fit into shared memory."""
-    assert [config.head_dim for config in every_config()] == list(HEAD_DIMS)
-    for tokens, hidden in itertools.product((1, MOST_TOKENS), (8, 2880, MOST_HIDDEN)):
-        numbers = launch_parameters_of(QkvConfig("bfloat16", 64), tokens, 5120, hidden, 132)
+    assert [(config.head_dim, config.weights) for config in every_config()] == [*itertools.product(HEAD_DIMS, WEIGHTS)]
+    for tokens, hidden, weights in itertools.product((1, MOST_TOKENS), (16, 2880, MOST_HIDDEN), WEIGHTS):
+        config = QkvConfig("bfloat16", 64, weights)
+        numbers = launch_parameters_of(config, tokens, 5120, hidden, 132)
         assert numbers.size <= SHARED_BYTES
-        assert numbers.stages >= min(4, -(-hidden // 1024) * 5)
+        assert numbers.stages >= min(4, -(-hidden * config.weight_bytes // config.gemm.part_bytes) * 5)
         assert numbers.row_shift >= 0
     with pytest.raises(ValueError, match="more shared memory"):
         launch_parameters_of(QkvConfig("bfloat16", 64), MOST_TOKENS, 5120, 16384, 132)

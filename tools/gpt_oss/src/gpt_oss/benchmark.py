@@ -50,11 +50,13 @@ class Variant:
         kernels: returns a context manager inside which only some registered kernels are eligible; by default all kernels.
         cache_dtype: dtype of keys and values; None for the model's dtype.
         activation_dtype: the format to which experts quantise their inputs; see `moe_apply.plan`.
+        dense_weights: the format of the weights of attention and of the output matrix; see `GptOss`.
     """
 
     kernels: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # by default all installed kernels are eligible
     cache_dtype: torch.dtype | None = None
     activation_dtype: str = "none"
+    dense_weights: str = "none"
 
 
 VARIANTS = {
@@ -62,6 +64,8 @@ VARIANTS = {
     "portable": Variant(portable_only),  # only the core's kernels
     "fp8-cache": Variant(cache_dtype=torch.float8_e4m3fn),
     "fp8-activations": Variant(activation_dtype="fp8"),
+    "fp8-dense": Variant(dense_weights="fp8"),
+    "mxfp4-dense": Variant(dense_weights="mxfp4"),
 }
 
 _WARM_STEPS = 4
@@ -276,7 +280,8 @@ class _Measuring:
         started = time.perf_counter()
         source = RandomTensors(config, workload.seed, dtype, device, bias=workload.bias)
         longest = max(workload.longest, min(_PROBE_TOKENS, config.max_position_embeddings))
-        self.model = GptOss(config, source, dtype, device, longest, activation_dtype=variant.activation_dtype)
+        formats = {"activation_dtype": variant.activation_dtype, "dense_weights": variant.dense_weights}
+        self.model = GptOss(config, source, dtype, device, longest, **formats)
         self._wait()
         self.seconds = time.perf_counter() - started
         self.gigabytes = torch.cuda.max_memory_allocated(device) / 1e9 if self.on_gpu else None
@@ -458,11 +463,10 @@ class _Measuring:
         expert = 3 * weights[1] * weights[2] * (17 / 32 if config.quantization == "mxfp4" else size)  # 4 bits, and 8 per 32 values
         expert += size * (2 * weights[2] + weights[1])  # biases of both projections
         layer = self.model.layers[0]
-        products = (layer.qkv, layer.output, layer.router)
-        dense = sum(p.weight.numel() + (0 if p.bias is None else p.bias.numel()) for p in products) * size
+        dense = sum(projection.nbytes for projection in (layer.qkv, layer.output, layer.router))
         visible = [context if left < 0 else min(context, left + 1) for left in map(config.window_left, range(len(experts)))]
         cached = 2 * batch * sum(visible) * config.kv_size * (self.variant.cache_dtype or self.dtype).itemsize
-        return dense * len(experts) + expert * sum(experts) + cached + self.model.unembedding.weight.numel() * size
+        return dense * len(experts) + expert * sum(experts) + cached + self.model.unembedding.nbytes
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

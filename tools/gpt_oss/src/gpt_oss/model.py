@@ -33,13 +33,22 @@ Caches = tuple[Tensor, Tensor] | tuple[None, None]
 
 @dataclass(frozen=True)
 class Linear:
-    """A projection ``x @ weight + bias``: weight ``[inputs, outputs]``, stored outputs first, and bias ``[outputs]`` or None."""
+    """A projection ``x @ weight + bias``: weight ``[inputs, outputs]``, stored outputs first, and bias ``[outputs]`` or None.
+
+    ``scale`` is the scale of a quantised weight, as `mm` takes it: fp8 ``[1, outputs]``, mxfp4 ``[inputs / 32, outputs]``.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None = None
 
     def __call__(self, ops: Any, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return ops.mm(x, self.weight, bias=self.bias, out=out)
+        return ops.mm(x, self.weight, b_scale=self.scale, bias=self.bias, out=out)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of weight, bias and scale."""
+        return sum(each.nbytes for each in (self.weight, self.bias, self.scale) if each is not None)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,9 @@ class GptOss:
         max_positions: the length of the longest sequence. None, or more than the configuration's context, means the context.
         console: shows the progress of loading, in bytes; None shows none.
         activation_dtype: the format to which experts quantise the inputs of their GEMMs: ``"none"``, ``"fp8"`` or ``"mxfp4"``.
+        dense_weights: the format to which the weights of attention (qkv and output) and the output matrix are quantised when they
+            are loaded: ``"none"``, ``"fp8"`` with a scale per output, or ``"mxfp4"``. Activations are not quantised. The router
+            keeps ``dtype``.
 
     Attributes:
         ops: the operators: the public API, or a recording wrapper (`gpt_oss.kernels.listen`).
@@ -87,14 +99,18 @@ class GptOss:
         max_positions: int | None = None,
         console: Console | None = None,
         activation_dtype: str = "none",
+        dense_weights: str = "none",
     ) -> None:
         instance(Config).check("config", config)
         FLOAT_DTYPE.check("dtype", dtype)
         optional(COUNT).check("max_positions", max_positions)
         one_of("none", "fp8", "mxfp4").check("activation_dtype", activation_dtype)
+        one_of("none", "fp8", "mxfp4").check("dense_weights", dense_weights)
+        if dense_weights != "none" and dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"dense_weights must be 'none' with dtype {dtype}, got {dense_weights!r}: it needs a 16-bit dtype")
         self._check_tensors(config, source)
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.activation_dtype = activation_dtype
+        self.activation_dtype, self.dense_weights = activation_dtype, dense_weights
         self.ops: Any = tokenspeed_kernel
         self.max_positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
         self.cos_sin = cos_sin_cache(config.rope, config.head_dim, self.max_positions, self.device)
@@ -103,7 +119,7 @@ class GptOss:
             self.layers = [self._read_layer(layer) for layer in range(config.num_hidden_layers)]
             self.norm = self._read("model.norm.weight")
             unembedding = self.embedding if config.tie_word_embeddings else self._read("lm_head.weight")
-        self.unembedding = Linear(unembedding.t(), None)
+            self.unembedding = self._quantized(unembedding, None)
 
     def forward(self, batch: Batch, cache: PagedKVCache | None, out: Tensor | None = None) -> Tensor:
         """Runs a batch, and writes its keys and values to the batch's cache slots. Changes nothing else.
@@ -149,6 +165,7 @@ class GptOss:
             k_cache=caches[0],
             v_cache=caches[1],
             slot_mapping=batch.slot_mapping,
+            qkv_weight_scale=layer.qkv.scale,
         )
         qkv, residual = (found, hidden) if residual is None else found
         return layer.output(self.ops, self._attention(layer, qkv, batch, *caches)), residual
@@ -241,13 +258,21 @@ class GptOss:
     def _read(self, name: str) -> Tensor:
         return self._get(name).to(self.device, self.dtype)
 
+    def _quantized(self, rows: Tensor, bias: Tensor | None) -> Linear:
+        """Returns a projection whose weights ``[outputs, inputs]`` are quantised as `dense_weights` says."""
+        if self.dense_weights == "none":
+            return Linear(rows.t(), bias)
+        quantize = self.ops.quantize_mxfp4 if self.dense_weights == "mxfp4" else self.ops.quantize_fp8
+        weight, scale = quantize(rows)
+        return Linear(weight.t(), bias, scale.t())
+
     def _read_linear(self, *names: str, bias: bool = True) -> Linear:
-        """Reads one projection, or several concatenated along their outputs."""
+        """Reads one attention projection, or several concatenated along their outputs, and quantises it."""
 
         def joined(suffix: str) -> Tensor:
             return torch.cat([self._read(name + suffix) for name in names])
 
-        return Linear(joined(".weight").t(), joined(".bias") if bias else None)
+        return self._quantized(joined(".weight"), joined(".bias") if bias else None)
 
     def _read_layer(self, index: int) -> Layer:
         config, prefix = self.config, layer_prefix(index)
@@ -260,7 +285,7 @@ class GptOss:
             sinks=self._read(attention + "sinks").float(),
             window_left=config.window_left(index),
             mlp_norm=self._read(prefix + "post_attention_layernorm.weight"),
-            router=self._read_linear(prefix + "mlp.router"),
+            router=Linear(self._read(prefix + "mlp.router.weight").t(), self._read(prefix + "mlp.router.bias")),
             experts=experts,
             plan=plan,
         )

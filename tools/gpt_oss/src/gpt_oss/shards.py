@@ -7,7 +7,7 @@ intermediate features, or some whole experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -170,8 +170,8 @@ class GatheredLinear(Linear):
         outputs: number of outputs, without the padding of the last ranks.
     """
 
-    group: ProcessGroup
-    outputs: int
+    group: ProcessGroup = field(kw_only=True)
+    outputs: int = field(kw_only=True)
 
     def __call__(self, ops: Any, x: Tensor, out: Tensor | None = None) -> Tensor:
         parts = ops.all_gather(super().__call__(ops, x), self.group).unflatten(0, (self.group.world_size, len(x)))
@@ -215,12 +215,12 @@ class ShardedGptOss(GptOss):
         shard = ShardedSource(config, source, rank, size, self.whole_experts)
         self.group = group
         super().__init__(shard_of(config, size, self.whole_experts), shard, dtype, device, max_positions, **options)
-        weight = self.unembedding.weight
+        part = self.unembedding
         if config.tie_word_embeddings:
             rows = -(-config.vocab_size // size)
             start, stop = slices_of(config.vocab_size, rows, rank)
-            weight = filled(self.embedding[start:stop], 0, rows).t()
-        self.unembedding = GatheredLinear(weight, None, group, config.vocab_size)
+            part = self._quantized(filled(self.embedding[start:stop], 0, rows), None)
+        self.unembedding = GatheredLinear(part.weight, part.bias, part.scale, group=group, outputs=config.vocab_size)
 
     def _check_tensors(self, config: Config, source: TensorSource) -> None:
         """Does nothing, because the whole model's tensors were already checked."""

@@ -9,23 +9,30 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
-from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
+from tokenspeed_kernel_base.checks import FLOATS, FP8, HALVES, INTS, Checker
 from tokenspeed_kernel_base.explanation import bucket
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
+from tokenspeed_kernel_base.ops.gemm import _inputs as operands
 from tokenspeed_kernel_base.ops.gemm.mm import mm
+from tokenspeed_kernel_base.ops.gemm.operands import FORMAT_NAMES, recognise
 from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, padding_of, unwritten
 from tokenspeed_kernel_base.ops.norm.rmsnorm import RESIDUAL_KINDS, check_residual, residual_traits, rmsnorm
+from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.variation import Variation, Want
 
 # Arguments of apply_rope that this operator lacks: cache scales, and several positions for each token (mrope).
 _LEFT_OUT = {"k_scale": None, "v_scale": None, "mrope_section": None, "mrope_interleaved": False}
 
 
+# A weight in nvfp4 also has a global scale, which this operator lacks.
+_WEIGHT_FORMATS = tuple(name for name in FORMAT_NAMES if name != "nvfp4")
+
+
 @operator(
     "attention",
     "rmsnorm_qkv_rope",
-    formats=("x", "qkv_weight", "k_cache"),
+    formats={"x": ("dense",), "qkv_weight": _WEIGHT_FORMATS, "k_cache": ("dense",)},
     traits={
         "tokens": int,
         "hidden": int,
@@ -43,6 +50,7 @@ _LEFT_OUT = {"k_scale": None, "v_scale": None, "mrope_section": None, "mrope_int
     in_place={"residual_out": ("x", "residual")},
     varying=("tokens",),
     capacity=("max_positions", "pages"),
+    scales=("qkv_weight_scale",),
     parts=(rmsnorm, mm, apply_rope),
 )
 def rmsnorm_qkv_rope(
@@ -60,6 +68,7 @@ def rmsnorm_qkv_rope(
     k_cache: Tensor | None = None,
     v_cache: Tensor | None = None,
     slot_mapping: Tensor | None = None,
+    qkv_weight_scale: Tensor | None = None,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -73,7 +82,8 @@ def rmsnorm_qkv_rope(
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
         norm_weight: any float dtype ``[hidden]``.
         qkv_weight: x's dtype ``[hidden, (heads + 2 * kv_heads) * head_dim]``: the query heads, then the key heads, then the value
-            heads. A weight stored as ``[out, in]`` is passed as ``weight.t()``.
+            heads. A weight stored as ``[out, in]`` is passed as ``weight.t()``. With float16 or bfloat16 tokens it may also be
+            quantised to fp8, mxfp8 or mxfp4, as the weight-only operand b of `mm`.
         positions: int32 or int64 ``[tokens]``, rows of cos_sin_cache.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``, as for `apply_rope`.
         kv_heads: number of key heads and of value heads.
@@ -88,6 +98,8 @@ def rmsnorm_qkv_rope(
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
             ``pages * page_size``; slots that are not negative must be distinct. Both conditions are checked if slot_mapping lies in
             host memory.
+        qkv_weight_scale: the scale of a quantised qkv_weight, as `mm` takes b_scale: for example float32 ``[1, (heads + 2 *
+            kv_heads) * head_dim]`` for fp8 with a scale per output channel. None if qkv_weight has x's dtype.
         out: receives q, k and v.
         residual_out: receives ``x + residual``; may be residual or x. Allowed only with a residual.
 
@@ -116,7 +128,7 @@ def rmsnorm_qkv_rope(
         normed, total = rmsnorm(x, norm_weight, eps), None
     else:
         normed, total = rmsnorm(x, norm_weight, eps, residual=residual, residual_out=residual_out)
-    qkv = mm(normed, qkv_weight, bias=bias, out=out)
+    qkv = mm(normed, qkv_weight, b_scale=qkv_weight_scale, bias=bias, out=out)
     q, k, v = _heads(qkv, kv_heads, head_dim)
     written = None if k_cache is None else v
     apply_rope(q, k, positions, cos_sin_cache, interleaved, written, k_cache, v_cache, slot_mapping, q_out=q, k_out=k)
@@ -128,6 +140,13 @@ def _heads(qkv: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, T
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     every = qkv.view(-1, heads + 2 * kv_heads, head_dim)
     return every[:, :heads], every[:, heads : heads + kv_heads], every[:, heads + kv_heads :]
+
+
+@rmsnorm_qkv_rope.formats
+def _(x: Tensor, qkv_weight: Tensor, k_cache: Tensor | None, qkv_weight_scale: Tensor | None) -> FormatSignature:
+    found = recognise(Checker("rmsnorm_qkv_rope"), x, qkv_weight, None, qkv_weight_scale)
+    roles = {"x": found.format_for("a"), "qkv_weight": found.format_for("b")}
+    return format_signature(**roles, **({} if k_cache is None else {"k_cache": dense_tensor_format(k_cache.dtype)}))
 
 
 @rmsnorm_qkv_rope.traits
@@ -168,11 +187,12 @@ def _(
     eps: float,
     residual: Tensor | None,
     bias: Tensor | None,
+    qkv_weight_scale: Tensor | None,
     **arguments: Any,
 ) -> None:
     check.tensor("x", x, "tokens hidden", FLOATS)
     check.tensor("norm_weight", norm_weight, "hidden", FLOATS)
-    check.tensor("qkv_weight", qkv_weight, "hidden qkv", x.dtype)
+    _check_weight(check, x, qkv_weight, qkv_weight_scale)
     check.tensor("bias", bias, "qkv", x.dtype)
     check.require(eps > 0, "eps", "positive", eps)
     check_residual(check, residual, x)
@@ -186,6 +206,21 @@ def _(
     q, k, v = _heads(qkv, kv_heads, head_dim)
     given = {"q": q, "k": k, "v": v if arguments["k_cache"] is not None else None, **_LEFT_OUT}
     apply_rope.operator.run_hook("check", {**arguments, **given, "positions": positions, "cos_sin_cache": cos_sin_cache}, check)
+
+
+def _check_weight(check: Checker, x: Tensor, qkv_weight: Tensor, scale: Tensor | None) -> None:
+    """Checks the weight and its scale, and binds ``qkv`` to the number of output columns."""
+    if qkv_weight.dtype not in FP8 | {torch.uint8}:
+        check.tensor("qkv_weight", qkv_weight, "hidden qkv", x.dtype)
+        check.require(scale is None, "qkv_weight_scale", "None with a qkv_weight of x's dtype", scale)
+        return
+    check.dtype("x", x, HALVES)
+    check.tensor("qkv_weight", qkv_weight, "rows qkv")
+    check.require(scale is not None, "qkv_weight_scale", f"given with a qkv_weight of {dtype_name(qkv_weight.dtype)}", scale)
+    # `mm` calls the operands a and b, as its errors do.
+    weight = recognise(Checker("rmsnorm_qkv_rope, qkv_weight as b"), x, qkv_weight, None, scale).format_for("b")
+    wanted = f"in one of the formats {', '.join(_WEIGHT_FORMATS)}"
+    check.require(weight.format in _WEIGHT_FORMATS, "qkv_weight", wanted, weight.format)
 
 
 @rmsnorm_qkv_rope.check_values(host=("positions", "slot_mapping"))
@@ -212,9 +247,13 @@ def _inputs(
     bias: bool = True,
     page_size: int | None = None,
     max_positions: int = 4096,
+    weights: str = "dense",
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Draws heads and positions with the recipe of `apply_rope`'s cases. ``options`` are options of this recipe."""
+    """Draws heads and positions with the recipe of `apply_rope`'s cases. ``options`` are options of this recipe.
+
+    ``weights``: dense; fp8 with a scale per ``channel`` or ``tensor``; or ``mxfp4``.
+    """
     rope = next(case.make for case in apply_rope.operator.all_cases() if case.name == "gpt-oss-120b decode 16")
     rotation = rope.vary(  # type: ignore[attr-defined]
         tokens=tokens,
@@ -227,6 +266,15 @@ def _inputs(
         **options,
     )
 
+    def weight(draw: Draw, columns: int) -> dict[str, Tensor]:
+        if weights == "dense":
+            return {"qkv_weight": draw.normal(columns, hidden, dtype=dtype, scale=hidden**-0.5).t()}
+        if weights == "mxfp4":
+            drawn = operands.micro(0, hidden, columns, a="dense", b="mxfp4")(draw)
+        else:
+            drawn = operands.fp8(0, hidden, columns, a_scale="", b_scale=weights, a_dtype=dtype)(draw)
+        return {"qkv_weight": drawn["b"], "qkv_weight_scale": drawn["b_scale"]}
+
     def make(draw: Draw) -> dict[str, Any]:
         columns = (heads + 2 * kv_heads) * head_dim
         rotated = rotation(draw)
@@ -234,7 +282,7 @@ def _inputs(
         return {
             "x": draw.normal(tokens, hidden, dtype=dtype),
             "norm_weight": 1 + draw.normal(hidden, scale=0.1, dtype=dtype),
-            "qkv_weight": draw.normal(columns, hidden, dtype=dtype, scale=hidden**-0.5).t(),
+            **weight(draw, columns),
             "kv_heads": kv_heads,
             "head_dim": head_dim,
             "residual": draw.normal(tokens, hidden, dtype=residual_dtype or dtype) if residual else None,
@@ -263,7 +311,12 @@ def _() -> list[Case]:
         *(Case(f"gpt-oss-120b heads, narrow, decode {m} with cache", _inputs(m, 160, 8, 1, 64, page_size=16)) for m in (1, 2)),
         Case("a row shorter than a cache line", _inputs(2, 16, 4, 2, 32)),
         Case("no tokens", _inputs(0, 64, 4, 2, 16)),
+        Case("fp8 weight per channel, decode 2 with cache", _inputs(2, 160, 16, 2, 64, page_size=16, weights="channel")),
+        Case("fp8 weight per tensor, float16", _inputs(3, 96, 4, 2, 32, torch.float16, weights="tensor")),
+        Case("fp8 weight per channel, llama heads, no bias", _inputs(1, 208, 2, 2, 128, bias=False, weights="channel")),
+        Case("mxfp4 weight", _inputs(2, 96, 4, 2, 64, page_size=4, weights="mxfp4")),
         *(Case(f"gpt-oss-120b decode {m} with cache", _inputs(m, *gpt_oss, page_size=64), large=True) for m in (1, 4, 16, 64)),
+        Case("gpt-oss-120b, fp8 weight, decode 1 with cache", _inputs(1, *gpt_oss, page_size=64, weights="channel"), large=True),
         Case("gpt-oss-120b prefill 4096 with cache", _inputs(4096, *gpt_oss, page_size=64), large=True),
     ]
 
@@ -307,11 +360,12 @@ def _(
     bias: Tensor | None,
     k_cache: Tensor | None,
     slot_mapping: Tensor | None,
+    qkv_weight_scale: Tensor | None,
 ) -> Cost:
     tokens, columns = x.shape[0], qkv_weight.shape[1]
     flops = 4.0 * x.numel() + 2.0 * x.numel() * columns + 3.0 * tokens * columns
     streams = 1 if residual is None else 3
-    moved = streams * nbytes(x) + nbytes(norm_weight, qkv_weight, bias, positions, slot_mapping)
+    moved = streams * nbytes(x) + nbytes(norm_weight, qkv_weight, qkv_weight_scale, bias, positions, slot_mapping)
     moved += tokens * columns * x.element_size() + min(4 * tokens * cos_sin_cache.shape[1], nbytes(cos_sin_cache))
     if k_cache is not None:
         moved += 2 * tokens * kv_heads * head_dim * k_cache.element_size()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, ROWS, Config, layout_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, LOAD_BYTES, ROWS, Config, Weights, layout_of
 
 HEAD_DIMS = (64, 128)
+WEIGHTS: tuple[Weights, ...] = ("dense", "float8_e4m3fn")
 MOST_TOKENS = 8  # n of an MMA, whose columns are tokens
 # Decode steps of GPT-OSS-120B on an H200 in ms, with this kernel, then with separate kernels. 1 token 2.08, 2.08 to 2.10; 2 tokens
 # 2.50, 2.54; 4 tokens 3.35, 3.38. Each CTA reads all tokens, so with more tokens there is no gain.
@@ -24,17 +25,24 @@ class QkvConfig:
     """Configuration of one kernel variant.
 
     Attributes:
-        dtype: dtype of tokens, weights, caches and results.
+        dtype: dtype of tokens, caches and results.
         head_dim: elements of a head. All of them are rotated (RoPE).
+        weights: storage format of the weights. fp8 weights have one scale, or one scale per output channel.
     """
 
     dtype: str
     head_dim: int
+    weights: Weights = "dense"
 
     @property
     def gemm(self) -> Config:
         """The configuration of `mm` whose ring and MMA mainloop this kernel uses."""
-        return Config(self.dtype, "dense", "none", self.dtype, MOST_TOKENS)
+        return Config(self.dtype, self.weights, "none" if self.weights == "dense" else "row", self.dtype, MOST_TOKENS)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight."""
+        return LOAD_BYTES // self.gemm.elements
 
     @property
     def half(self) -> int:
@@ -69,7 +77,7 @@ def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: i
         ValueError: the tokens do not fit into shared memory.
     """
     gemm = config.gemm
-    row_bytes = 2 * hidden
+    row_bytes = config.weight_bytes * hidden
     ctas = min(columns // 2, count)
     rows = 2 * -(-columns // 2 // ctas)
     stages = -(-rows // ROWS) * -(-row_bytes // gemm.part_bytes)
@@ -82,4 +90,4 @@ def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: i
 
 def every_config() -> list[QkvConfig]:
     """Returns all supported configurations."""
-    return [QkvConfig("bfloat16", head_dim) for head_dim in HEAD_DIMS]
+    return [QkvConfig("bfloat16", head_dim, weights) for head_dim in HEAD_DIMS for weights in WEIGHTS]

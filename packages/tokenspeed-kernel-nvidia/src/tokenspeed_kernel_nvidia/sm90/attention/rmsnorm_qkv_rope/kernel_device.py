@@ -3,7 +3,8 @@
 Weights are loaded through the ring of `mm.kernel_device`, but a CTA computes *pairs* of rows of weights: the two elements of a head
 that RoPE rotates together. The rows of a pair are adjacent in a tile, so one thread of the epilogue has both results. Every CTA
 reads all tokens and the residual, and adds them. A CTA keeps these sums, times the norm's weights, in shared memory as an operand
-of the MMAs. The epilogue divides a token's results by the root mean square, so no MMA waits for the root mean square.
+of the MMAs. The epilogue divides a token's results by the root mean square, so no MMA waits for the root mean square. It also
+multiplies them by the scales of fp8 weights.
 """
 
 # mypy: ignore-errors
@@ -15,7 +16,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
@@ -51,14 +52,15 @@ def host(config: QkvConfig) -> Any:
 def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
     """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     dtype = type_of(config.dtype)
+    stored = dtype if config.weights == "dense" else type_of(config.weights)
     tokens, hidden, columns = (arguments.size() for _ in range(3))
     tensors = (
         make_fake_tensor(dtype, (tokens, hidden), (cute.sym_int64(divisibility=8), 1), assumed_align=16),
-        make_fake_tensor(dtype, (hidden, columns), (1, cute.sym_int64(divisibility=8)), assumed_align=16),
+        make_fake_tensor(stored, (hidden, columns), (1, cute.sym_int64(divisibility=128 // stored.width)), assumed_align=16),
         make_fake_tensor(dtype, (tokens, columns), (cute.sym_int64(), 1), assumed_align=2),
     )
     residual = Int64(0), Int64(0), Int64(0)
-    vectors = Int64(0), Int32(0), Int64(0), Int32(0)
+    vectors = Int64(0), Int32(0), Int64(0), Int32(0), Int64(0), Int32(0)
     turn = *(Int64(0), Int32(0), Int32(0)), Int64(0), Int64(0)
     caches = *(Int64(0) for _ in range(10)), Int64(0), Int32(0), Int32(0), Int32(0)
     sizes = *(Int32(0) for _ in range(2)), Float32(0), *(Int32(0) for _ in range(7))
@@ -112,6 +114,7 @@ class Work:
     Attributes:
         residual, total: the rows of the residual, and of the output for token plus residual; address 0 without a residual.
         norm: the RMSNorm's weights.
+        scale: the scales of fp8 weights, one for each output column, or one for all; address 0 with other weights.
         eps: the RMSNorm's epsilon, added to the mean square.
         hidden: elements of a token.
         row_shift: log2 of the number of warps that read one token together.
@@ -126,6 +129,7 @@ class Work:
     residual: Matrix
     total: Matrix
     norm: Vector
+    scale: Table
     eps: Float32
     hidden: Int32
     row_shift: Int32
@@ -150,6 +154,7 @@ class Qkv(Mm):
         super().__init__(config.gemm)
         self.head_dim = config.head_dim
         self.half = config.half
+        self.weight_bytes = config.weight_bytes
 
     @cute.jit
     def __call__(
@@ -164,6 +169,8 @@ class Qkv(Mm):
         norm_kind: Int32,
         bias: Int64,
         bias_kind: Int32,
+        scale: Int64,
+        scale_step: Int32,
         positions: Int64,
         positions_wide: Int32,
         positions_step: Int32,
@@ -199,13 +206,15 @@ class Qkv(Mm):
         hidden, pairs = x.shape[1], out.shape[1] // 2
         per_cta = pairs // ctas
         work = Work(
-            Matrix(residual, residual_pitch * 2), Matrix(total, Int64(hidden) * 2), Vector(norm, norm_kind), eps, hidden, row_shift,
+            Matrix(residual, residual_pitch * 2), Matrix(total, Int64(hidden) * 2), Vector(norm, norm_kind),
+            Table(scale, Int64(0), Int64(scale_step)), eps, hidden, row_shift,
             Indices(positions, positions_wide, positions_step), Table(table, table_row, Int64(1)),
             Cache(k_cache, k_page, k_slot, k_head, k_number), Cache(v_cache, v_page, v_slot, v_head, v_number),
             Indices(slots, slots_wide, slots_step), page_size, heads, kv_heads, per_cta, pairs - per_cta * ctas,
         )  # fmt: skip
         self.qkv_kernel(
-            Matrix(weights.iterator.toint(), weights.stride[1] * 2), stages, ring_at, Matrix(x.iterator.toint(), x.stride[0] * 2),
+            Matrix(weights.iterator.toint(), weights.stride[1] * self.weight_bytes), stages, ring_at,
+            Matrix(x.iterator.toint(), x.stride[0] * 2),
             x.shape[0], chunk_bytes, activations_at, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
             Vector(bias, bias_kind), work,
         ).launch(
@@ -235,7 +244,8 @@ class Qkv(Mm):
         cta, _, _ = cute.arch.block_idx()
         more = given.first_pair
         work = Work(
-            given.residual, given.total, given.norm, given.eps, given.hidden, given.row_shift, given.positions, given.table,
+            given.residual, given.total, given.norm, given.scale, given.eps, given.hidden, given.row_shift, given.positions,
+            given.table,
             given.k, given.v, given.slots, given.page_size, given.heads, given.kv_heads,
             given.pairs + cutlass.select_(cta < more, Int32(1), Int32(0)), cta * given.pairs + cutlass.min(cta, more),
         )  # fmt: skip
@@ -243,7 +253,8 @@ class Qkv(Mm):
         base = barriers.toint()
         none = Table(Int64(0), Int64(0), Int64(0))
         call = Call(
-            x, weights, out, Int32(0), work.hidden * 2, bias, none, none, m, Int32(0), Int32(0), 2 * work.pairs, cta, Float32(0.0),
+            x, weights, out, Int32(0), work.hidden * self.weight_bytes, bias, none, none, m, Int32(0), Int32(0), 2 * work.pairs,
+            cta, Float32(0.0),
             Pipeline(Barriers(barriers), Barriers(barriers + STAGES)), barriers + 2 * STAGES, barriers + 2 * STAGES + 1,
             barriers + 2 * STAGES + 2,
             Places(
@@ -333,7 +344,9 @@ class Qkv(Mm):
         token i plus residual to ``total``.
         """
         thread, _, _ = cute.arch.thread_idx()
-        chunks = call.at.chunk_bytes // LOAD_BYTES
+        planes = self.config.planes
+        # A chunk is 16 bytes of a token. `planes` consecutive chunks belong to 16 bytes of a row of weights.
+        chunks = call.at.chunk_bytes // LOAD_BYTES * planes
         token = warp >> work.row_shift
         first = thread - (token << (work.row_shift + 5))
         step = Int32(32) << work.row_shift
@@ -342,7 +355,7 @@ class Qkv(Mm):
             begin = first
             while begin < chunks:
                 raw = cute.make_rmem_tensor((4, _AT_ONCE, 4), Uint32)
-                lives = [(begin + turn * step) * LOAD_BYTES < call.row_bytes for turn in range(_AT_ONCE)]
+                lives = [(begin + turn * step) * (LOAD_BYTES // 2) < work.hidden for turn in range(_AT_ONCE)]
                 # Issue all loads before the first use.
                 for turn in cutlass.range_constexpr(_AT_ONCE):
                     chunk, live = begin + turn * step, lives[turn]
@@ -370,7 +383,9 @@ class Qkv(Mm):
                         scaled.append(pack(self.dtype, pair[0] * scales[2 * word], pair[1] * scales[2 * word + 1]))
                         sums.append(total)
                     if chunk < chunks:
-                        store_words_shared(call.at.activations + token * self.activation_pitch(call) + chunk * LOAD_BYTES, scaled)
+                        row = chunk % planes * call.m + token
+                        column = chunk // planes * LOAD_BYTES
+                        store_words_shared(call.at.activations + row * self.activation_pitch(call) + column, scaled)
                     if live & (work.total.address != 0) & (call.rank == token):
                         store_words(work.total.row(token) + Int64(chunk * LOAD_BYTES), sums)
                 begin += _AT_ONCE * step
@@ -426,6 +441,10 @@ class Qkv(Mm):
             mine = real & (thread % GROUP_PAIRS * 2 < rows)
             first = self.row_of_pair(work, begin + thread % GROUP_PAIRS * 2)
             stored = [call.bias.load(first + half * self.half, mine) for half in range(2)]
+            factors = [factor, factor]
+            if const_expr(self.config.scales == "row"):
+                scales = [load_float_if(work.scale.at(Int32(0), first + half * self.half, 4), mine) for half in range(2)]
+                factors = [factor * scale for scale in scales]
             angle = work.table.at(Int32(position), first % self.head_dim, 4)
             rotates = mine & (first // self.head_dim < work.heads + work.kv_heads)
             cosine, sine = (load_float_if(angle + half * (4 * self.half), rotates) for half in range(2))
@@ -451,7 +470,7 @@ class Qkv(Mm):
                 for each in cutlass.range_constexpr(config.warps):
                     some = load_floats("shared", call.at.sums + ((each * call.m + token) * GROUP + thread % GROUP_PAIRS * 2) * 4, 2)
                     pair = [pair[half] + some[half] for half in range(2)]
-                pair = [pair[half] * factor + call.bias.number(stored[half]) for half in range(2)]
+                pair = [pair[half] * factors[half] + call.bias.number(stored[half]) for half in range(2)]
                 self.rotate(call, work, token, first, pair, cosine, sine, slot)
             if begin + GROUP < call.rows:  # the next group's partial sums reuse the buffer
                 cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)

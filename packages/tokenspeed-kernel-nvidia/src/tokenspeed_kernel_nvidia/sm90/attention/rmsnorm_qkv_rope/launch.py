@@ -8,6 +8,7 @@ kernels take 11.3 us: `rmsnorm` 1.5, `mm` 8.7, `apply_rope` 1.1.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.alignment import aligned
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.signature import dense_tensor_format, dtype_name, format_signature
+from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
 from tokenspeed_kernel_nvidia._machine import sm_count_of
@@ -32,6 +34,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     every_config,
     launch_parameters_of,
 )
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import Weights
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
@@ -44,10 +47,10 @@ def rmsnorm_qkv_rope_program(config: QkvConfig) -> tuple[Any, tuple[Any, ...]]:
 
 @functools.cache
 def _launch_of(
-    dtype: torch.dtype, head_dim: int, tokens: int, columns: int, hidden: int, device: int
+    dtype: torch.dtype, weights: Weights, head_dim: int, tokens: int, columns: int, hidden: int, device: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns the compiled kernel for a call, and the launch parameters that depend on the call's sizes alone."""
-    config = QkvConfig(dtype_name(dtype), head_dim)
+    config = QkvConfig(dtype_name(dtype), head_dim, weights)
     return rmsnorm_qkv_rope_program(config), astuple(launch_parameters_of(config, tokens, columns, hidden, sm_count_of(device)))
 
 
@@ -68,6 +71,11 @@ def _indices(x: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.data_ptr(), int(x.dtype == torch.int64), x.stride(0))
 
 
+def _scales(scale: Tensor | None) -> tuple[int, int]:
+    """Returns the address of the weights' scales, and their stride in elements; a stride of 0 for a scale per tensor."""
+    return (0, 0) if scale is None else (scale.data_ptr(), scale.stride(1) if scale.ndim == 2 else 0)
+
+
 def rmsnorm_qkv_rope(
     x: Tensor,
     norm_weight: Tensor,
@@ -82,13 +90,14 @@ def rmsnorm_qkv_rope(
     k_cache: Tensor | None,
     v_cache: Tensor | None,
     slot_mapping: Tensor | None,
+    qkv_weight_scale: Tensor | None,
     out: Tensor | None,
     residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Launches the kernel on arguments that the operator has checked; see `tokenspeed_kernel.rmsnorm_qkv_rope`.
 
     The sum of token and residual is rounded, multiplied by the norm's weights, and rounded again. The GEMM's result is divided by
-    the root mean square.
+    the root mean square. fp8 weights are multiplied unscaled; their scales multiply the result.
     """
     tokens, hidden = x.shape
     columns = qkv_weight.shape[1]
@@ -107,7 +116,10 @@ def rmsnorm_qkv_rope(
         if k_cache is not None and v_cache is not None and k_cache.numel():
             written, page_size = slot_mapping, k_cache.shape[1]
             caches = k_cache.data_ptr(), *k_cache.stride(), v_cache.data_ptr(), *v_cache.stride()
-        launch, numbers = _launch_of(x.dtype, head_dim, tokens, columns, hidden, x.get_device())
+        weights: Weights = "dense"
+        if qkv_weight_scale is not None:
+            weights, weight = "float8_e4m3fn", weight.view(torch.uint8)  # every version of PyTorch can pass uint8
+        launch, numbers = _launch_of(x.dtype, weights, head_dim, tokens, columns, hidden, x.get_device())
         launch(
             rows,
             weight,
@@ -116,6 +128,7 @@ def rmsnorm_qkv_rope(
             0 if total is None else total.data_ptr(),
             *norm_at,
             *bias_at,
+            *_scales(qkv_weight_scale),
             *_indices(positions),
             table.data_ptr(),
             table.stride(0),
@@ -135,20 +148,24 @@ def rmsnorm_qkv_rope(
 
 
 _BF16 = dense_tensor_format(torch.bfloat16)
-for _head_dim in HEAD_DIMS:
+# The formats of the weights, and the divisor of ``hidden`` that bulk copies of 16 bytes of a row require.
+_FORMATS: tuple[tuple[str, tuple[TensorFormat, ...], int], ...] = (
+    ("", (_BF16,), 8),
+    ("fp8_weights_", tuple(fp8_format(torch.float8_e4m3fn, granularity) for granularity in ("tensor", "channel")), 16),
+)
+for _head_dim, (_name, _weights, _step) in itertools.product(HEAD_DIMS, _FORMATS):
     register_kernel(
         "attention",
         "rmsnorm_qkv_rope",
-        name=f"cutedsl_rmsnorm_qkv_rope_{_head_dim}",
+        name=f"cutedsl_rmsnorm_qkv_rope_{_name}{_head_dim}",
         solution="cutedsl",
         capability=CUTEDSL_HOPPER,
         signatures={
-            format_signature(x=_BF16, qkv_weight=_BF16),
-            format_signature(x=_BF16, qkv_weight=_BF16, k_cache=_BF16),
+            format_signature(x=_BF16, qkv_weight=weight, **cache) for weight in _weights for cache in ({}, {"k_cache": _BF16})
         },
         traits={
             "tokens": at_most(SERVED_TOKENS),
-            "hidden": at_least(8) & at_most(MOST_HIDDEN) & multiple_of(8),
+            "hidden": at_least(_step) & at_most(MOST_HIDDEN) & multiple_of(_step),
             "head_dim": _head_dim,
             "rotary_dim": _head_dim,
             "residual": any,
