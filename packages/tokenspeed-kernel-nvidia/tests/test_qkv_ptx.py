@@ -18,6 +18,7 @@ from sm90_emulator.memory import Memory
 from sm90_emulator.programs import ptx
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as operator
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
+from tokenspeed_kernel_base.ops.quantization.mx import quantize_mxfp4
 from tokenspeed_kernel_nvidia.cutedsl.launch import KINDS
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import GROUP_PAIRS, QkvConfig, launch_parameters_of
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.launch import rmsnorm_qkv_rope_program
@@ -55,7 +56,7 @@ def run(
     seed: int = 0,
     scale: str | None = None,
 ) -> None:
-    """``scale``: the granularity of the scales of fp8 weights, tensor or channel; None for bfloat16 weights."""
+    """``scale``: "tensor" or "channel" for fp8 weights with these scales, "mxfp4"; None for bfloat16 weights."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
@@ -65,7 +66,9 @@ def run(
     x, added = normal(tokens, hidden), normal(tokens, hidden) if residual else None
     weight, norm = normal(columns, hidden, scale=hidden**-0.5), normal(hidden, dtype=norm_dtype)
     scales = None
-    if scale is not None:
+    if scale == "mxfp4":
+        weight, scales = quantize_mxfp4(weight)
+    elif scale is not None:
         weight, scales = quantize_fp8(weight, "token" if scale == "channel" else scale)
     beside = normal(columns) if bias else None
     positions = torch.randint(POSITIONS, (tokens,), generator=draw).to(index_dtype)
@@ -74,19 +77,19 @@ def run(
     memory = Memory(1 << 24)
     places = [memory.put(bytes_of(cache)) for cache in caches]
     out, total = (memory.put(np.full(2 * size, 0x44, np.uint8)) for size in (tokens * columns, tokens * hidden))
-    config = QkvConfig("bfloat16", head_dim, "dense" if scales is None else "float8_e4m3fn")
+    config = QkvConfig("bfloat16", head_dim, "dense" if scales is None else "mxfp4" if scale == "mxfp4" else "float8_e4m3fn")
     numbers = launch_parameters_of(config, tokens, columns, hidden, ctas)
     pairs = columns // 2
     wide = int(index_dtype == torch.int64)
     slots_at = 0 if slots is None else memory.put(bytes_of(slots.to(index_dtype)))
     arguments = [
-        memory.put(bytes_of(weight)), weight.element_size() * hidden, numbers.stages, numbers.ring,
+        memory.put(bytes_of(weight)), weight.shape[1] * weight.element_size(), numbers.stages, numbers.ring,
         memory.put(bytes_of(x)), 2 * hidden, tokens,
-        numbers.chunk_bytes, numbers.activations, out, columns, 1,
+        numbers.chunk_bytes, numbers.scales, numbers.activations, out, columns, 1,
         *([0, 0] if beside is None else [memory.put(bytes_of(beside)), KINDS[BF16]]),
+        *([0, 0, 0] if scales is None else [memory.put(bytes_of(scales)), *(scales.t().stride() if scales.ndim == 2 else (0, 0))]),
         *([0, 0] if added is None else [memory.put(bytes_of(added)), 2 * hidden]), total if residual else 0, 2 * hidden,
         memory.put(bytes_of(norm)), KINDS[norm_dtype],
-        *([0, 0, 0] if scales is None else [memory.put(bytes_of(scales)), 0, int(scales.ndim == 2)]),
         1e-5, hidden, numbers.row_shift, memory.put(bytes_of(positions)), wide, 1,
         memory.put(bytes_of(table)), head_dim, 1, *(number for cache, at in zip(caches, places, strict=True)
         for number in (at, *cache.stride())), slots_at, wide, 1, PAGE_SIZE, heads, kv_heads, pairs // numbers.ctas,
@@ -146,3 +149,11 @@ def test_fp8_weights() -> None:
     run(3, 2880, 1, 1, 64, 7, slots=torch.tensor([5, -1, 0]), scale="channel")
     run(2, 48, 2, 1, 128, 9, bias=False, norm_dtype=torch.float32, scale="tensor")
     run(8, 1056, 1, 1, 64, 4, residual=False, scale="channel")
+
+
+def test_mxfp4_weights() -> None:
+    """Tests a row of 2880 weights, which ends within a stage's bytes, and a CTA with several groups of rows."""
+    run(1, 288, 2, 1, 64, 3, slots=torch.tensor([7]), scale="mxfp4")
+    run(3, 2880, 1, 1, 64, 7, slots=torch.tensor([5, -1, 0]), scale="mxfp4")
+    run(2, 64, 1, 1, 64, 2, bias=False, slots=torch.tensor([1, 2]), scale="mxfp4")
+    run(8, 96, 2, 1, 128, 9, bias=False, norm_dtype=torch.float32, scale="mxfp4")

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
+from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
+from tokenspeed_kernel_base.ops.quantization.mx import quantize_mxfp4
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     HEAD_DIMS,
     MOST_HIDDEN,
@@ -51,7 +53,7 @@ class Call:
         seed: int = 0,
         scale: str | None = None,
     ) -> None:
-        """``scale``: the granularity of the scales of fp8 weights, token or tensor; None for bfloat16 weights."""
+        """``scale``: "token" or "tensor" for fp8 weights with these scales, "mxfp4"; None for bfloat16 weights."""
         draw = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
@@ -79,9 +81,11 @@ class Call:
 
         self.weight = self.given["qkv_weight"].double()
         if scale is not None:
-            values, scales = quantize_fp8(self.given["qkv_weight"].t(), scale)
+            rows = self.given["qkv_weight"].t()
+            values, scales = quantize_mxfp4(rows) if scale == "mxfp4" else quantize_fp8(rows, scale)
             self.given["qkv_weight"], self.given["qkv_weight_scale"] = values.t(), scales.t() if scales.ndim == 2 else scales
-            self.weight = self.given["qkv_weight"].double() * self.given["qkv_weight_scale"].double()
+            scaled = self.given["qkv_weight"], None, self.given["qkv_weight_scale"]
+            self.weight = decode_operands("mm", self.given["x"], *scaled)[1].double()
 
     def wanted(self) -> tuple[Tensor, Tensor]:
         """Returns queries, keys and values in float64, and the sum of x and the residual."""
@@ -137,11 +141,11 @@ def test_shapes(sm90: torch.device, hidden: int, heads: int, kv_heads: int, head
         Call(sm90, tokens, hidden, heads, kv_heads, head_dim, page_size=5, seed=tokens).check()
 
 
-@pytest.mark.parametrize("scale", ["token", "tensor"])
-def test_fp8_weights(sm90: torch.device, scale: str) -> None:
+@pytest.mark.parametrize("scale", ["token", "tensor", "mxfp4"])
+def test_quantized_weights(sm90: torch.device, scale: str) -> None:
     for tokens in (1, 2, 4, 8):
         Call(sm90, tokens, scale=scale, seed=tokens).check()
-    for hidden, heads, kv_heads, head_dim in ((16, 1, 1, 64), (4096, 32, 8, 128), (MOST_HIDDEN, 64, 8, 128), (1008, 3, 1, 64)):
+    for hidden, heads, kv_heads, head_dim in ((32, 1, 1, 64), (4096, 32, 8, 128), (MOST_HIDDEN, 64, 8, 128), (1056, 3, 1, 64)):
         Call(sm90, 3, hidden, heads, kv_heads, head_dim, bias=False, scale=scale).check()
 
 
@@ -195,11 +199,11 @@ def test_the_same_alone_and_with_others(sm90: torch.device) -> None:
 def test_every_size_has_room() -> None:
     """Asserts that the tokens, a ring buffer of several stages, the barriers and the sums of squares fit into shared memory."""
     assert [(config.head_dim, config.weights) for config in every_config()] == [*itertools.product(HEAD_DIMS, WEIGHTS)]
-    for tokens, hidden, weights in itertools.product((1, MOST_TOKENS), (16, 2880, MOST_HIDDEN), WEIGHTS):
+    for tokens, hidden, weights in itertools.product((1, MOST_TOKENS), (32, 2880, MOST_HIDDEN), WEIGHTS):
         config = QkvConfig("bfloat16", 64, weights)
         numbers = launch_parameters_of(config, tokens, 5120, hidden, 132)
         assert numbers.size <= SHARED_BYTES
-        assert numbers.stages >= min(4, -(-hidden * config.weight_bytes // config.gemm.part_bytes) * 5)
+        assert numbers.stages >= min(4, -(-config.row_bytes(hidden) // config.gemm.part_bytes) * 5)
         assert numbers.row_shift >= 0
     with pytest.raises(ValueError, match="more shared memory"):
         launch_parameters_of(QkvConfig("bfloat16", 64), MOST_TOKENS, 5120, 16384, 132)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, LOAD_BYTES, ROWS, Config, Weights, layout_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, LOAD_BYTES, ROWS, Config, Scales, Weights, layout_of
 
 HEAD_DIMS = (64, 128)
-WEIGHTS: tuple[Weights, ...] = ("dense", "float8_e4m3fn")
+# The storage formats of weights, with the granularity of their scales.
+WEIGHTS: dict[Weights, Scales] = {"dense": "none", "float8_e4m3fn": "row", "mxfp4": "mx"}
 MOST_TOKENS = 8  # n of an MMA, whose columns are tokens
 # Decode steps of GPT-OSS-120B on an H200 in ms, with this kernel, then with separate kernels. 1 token 2.08, 2.08 to 2.10; 2 tokens
 # 2.50, 2.54; 4 tokens 3.35, 3.38. Each CTA reads all tokens, so with more tokens there is no gain.
@@ -27,7 +29,8 @@ class QkvConfig:
     Attributes:
         dtype: dtype of tokens, caches and results.
         head_dim: elements of a head. All of them are rotated (RoPE).
-        weights: storage format of the weights. fp8 weights have one scale, or one scale per output channel.
+        weights: storage format of the weights. fp8 weights have one scale, or one scale per output channel. mxfp4 weights have a
+            scale for each 32 of them.
     """
 
     dtype: str
@@ -37,12 +40,11 @@ class QkvConfig:
     @property
     def gemm(self) -> Config:
         """The configuration of `mm` whose ring and MMA mainloop this kernel uses."""
-        return Config(self.dtype, self.weights, "none" if self.weights == "dense" else "row", self.dtype, MOST_TOKENS)
+        return Config(self.dtype, self.weights, WEIGHTS[self.weights], self.dtype, MOST_TOKENS)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of a weight."""
-        return LOAD_BYTES // self.gemm.elements
+    def row_bytes(self, hidden: Any) -> Any:
+        """Returns the bytes of a row of weights; ``hidden`` may be a value in device code."""
+        return hidden // self.gemm.elements * LOAD_BYTES
 
     @property
     def half(self) -> int:
@@ -58,13 +60,14 @@ class LaunchParameters:
         ctas: number of CTAs.
         row_shift: log2 of the number of warps that read one token together.
         chunk_bytes: bytes of a row of weights, padded to a multiple of the bytes that a ring stage holds of a row.
-        stages, activations, ring, size: layout of a CTA's shared memory, see `mm.config.Layout`.
+        stages, scales, activations, ring, size: layout of a CTA's shared memory, see `mm.config.Layout`.
     """
 
     ctas: int
     row_shift: int
     chunk_bytes: int
     stages: int
+    scales: int
     activations: int
     ring: int
     size: int
@@ -77,7 +80,7 @@ def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: i
         ValueError: the tokens do not fit into shared memory.
     """
     gemm = config.gemm
-    row_bytes = config.weight_bytes * hidden
+    row_bytes = config.row_bytes(hidden)
     ctas = min(columns // 2, count)
     rows = 2 * -(-columns // 2 // ctas)
     stages = -(-rows // ROWS) * -(-row_bytes // gemm.part_bytes)
@@ -85,7 +88,9 @@ def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: i
     if found is None or found.chunk_bytes < row_bytes:
         raise ValueError("wants more shared memory than there is")
     row_shift = (gemm.warps - 1).bit_length() - (tokens - 1).bit_length()
-    return LaunchParameters(ctas, row_shift, found.chunk_bytes, found.stages, found.activations, found.ring, found.size)
+    return LaunchParameters(
+        ctas, row_shift, found.chunk_bytes, found.stages, found.scales, found.activations, found.ring, found.size
+    )
 
 
 def every_config() -> list[QkvConfig]:

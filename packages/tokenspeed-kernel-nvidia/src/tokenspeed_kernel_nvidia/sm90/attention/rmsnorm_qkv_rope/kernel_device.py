@@ -4,7 +4,7 @@ Weights are loaded through the ring of `mm.kernel_device`, but a CTA computes *p
 that RoPE rotates together. The rows of a pair are adjacent in a tile, so one thread of the epilogue has both results. Every CTA
 reads all tokens and the residual, and adds them. A CTA keeps these sums, times the norm's weights, in shared memory as an operand
 of the MMAs. The epilogue divides a token's results by the root mean square, so no MMA waits for the root mean square. It also
-multiplies them by the scales of fp8 weights.
+multiplies them by the scales of fp8 weights. mxfp4 weights are scaled when they are dequantised.
 """
 
 # mypy: ignore-errors
@@ -34,14 +34,17 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
     Places,
     Table,
     Vector,
+    load_byte_if,
     load_float_if,
     load_words_if,
     type_of,
+    write_byte,
 )
 
 _READY = 1  # named barrier of all threads: mbarriers are initialised and tokens are in shared memory
 _MADE = 3  # named barrier of the producer warp and warp 0: mbarriers are initialised
 _AT_ONCE = 4  # number of 16-byte chunks of a token that a thread loads at once
+_SCALES_AT_ONCE = 8  # number of scales of mxfp4 weights that a thread loads at once
 
 
 def host(config: QkvConfig) -> Any:
@@ -52,18 +55,19 @@ def host(config: QkvConfig) -> Any:
 def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
     """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     dtype = type_of(config.dtype)
-    stored = dtype if config.weights == "dense" else type_of(config.weights)
+    stored = dtype if config.weights == "dense" else cutlass.Uint8
     tokens, hidden, columns = (arguments.size() for _ in range(3))
+    depth = arguments.size() if config.weights == "mxfp4" else hidden
     tensors = (
         make_fake_tensor(dtype, (tokens, hidden), (cute.sym_int64(divisibility=8), 1), assumed_align=16),
-        make_fake_tensor(stored, (hidden, columns), (1, cute.sym_int64(divisibility=128 // stored.width)), assumed_align=16),
+        make_fake_tensor(stored, (depth, columns), (1, cute.sym_int64(divisibility=128 // stored.width)), assumed_align=16),
         make_fake_tensor(dtype, (tokens, columns), (cute.sym_int64(), 1), assumed_align=2),
     )
     residual = Int64(0), Int64(0), Int64(0)
-    vectors = Int64(0), Int32(0), Int64(0), Int32(0), Int64(0), Int32(0)
+    vectors = Int64(0), Int32(0), Int64(0), Int32(0), Int64(0), Int32(0), Int32(0)
     turn = *(Int64(0), Int32(0), Int32(0)), Int64(0), Int64(0)
     caches = *(Int64(0) for _ in range(10)), Int64(0), Int32(0), Int32(0), Int32(0)
-    sizes = *(Int32(0) for _ in range(2)), Float32(0), *(Int32(0) for _ in range(7))
+    sizes = *(Int32(0) for _ in range(2)), Float32(0), *(Int32(0) for _ in range(8))
     return (*tensors, *residual, *vectors, *turn, *caches, *sizes, arguments.stream())
 
 
@@ -114,7 +118,6 @@ class Work:
     Attributes:
         residual, total: the rows of the residual, and of the output for token plus residual; address 0 without a residual.
         norm: the RMSNorm's weights.
-        scale: the scales of fp8 weights, one for each output column, or one for all; address 0 with other weights.
         eps: the RMSNorm's epsilon, added to the mean square.
         hidden: elements of a token.
         row_shift: log2 of the number of warps that read one token together.
@@ -129,7 +132,6 @@ class Work:
     residual: Matrix
     total: Matrix
     norm: Vector
-    scale: Table
     eps: Float32
     hidden: Int32
     row_shift: Int32
@@ -154,7 +156,7 @@ class Qkv(Mm):
         super().__init__(config.gemm)
         self.head_dim = config.head_dim
         self.half = config.half
-        self.weight_bytes = config.weight_bytes
+        self.row_bytes = config.row_bytes
 
     @cute.jit
     def __call__(
@@ -170,7 +172,8 @@ class Qkv(Mm):
         bias: Int64,
         bias_kind: Int32,
         scale: Int64,
-        scale_step: Int32,
+        scale_row: Int32,
+        scale_column: Int32,
         positions: Int64,
         positions_wide: Int32,
         positions_step: Int32,
@@ -197,6 +200,7 @@ class Qkv(Mm):
         row_shift: Int32,
         chunk_bytes: Int32,
         stages: Int32,
+        scales_at: Int32,
         activations_at: Int32,
         ring_at: Int32,
         shared_bytes: Int32,
@@ -206,17 +210,16 @@ class Qkv(Mm):
         hidden, pairs = x.shape[1], out.shape[1] // 2
         per_cta = pairs // ctas
         work = Work(
-            Matrix(residual, residual_pitch * 2), Matrix(total, Int64(hidden) * 2), Vector(norm, norm_kind),
-            Table(scale, Int64(0), Int64(scale_step)), eps, hidden, row_shift,
+            Matrix(residual, residual_pitch * 2), Matrix(total, Int64(hidden) * 2), Vector(norm, norm_kind), eps, hidden, row_shift,
             Indices(positions, positions_wide, positions_step), Table(table, table_row, Int64(1)),
             Cache(k_cache, k_page, k_slot, k_head, k_number), Cache(v_cache, v_page, v_slot, v_head, v_number),
             Indices(slots, slots_wide, slots_step), page_size, heads, kv_heads, per_cta, pairs - per_cta * ctas,
         )  # fmt: skip
         self.qkv_kernel(
-            Matrix(weights.iterator.toint(), weights.stride[1] * self.weight_bytes), stages, ring_at,
+            Matrix(weights.iterator.toint(), weights.stride[1] * (weights.element_type.width // 8)), stages, ring_at,
             Matrix(x.iterator.toint(), x.stride[0] * 2),
-            x.shape[0], chunk_bytes, activations_at, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
-            Vector(bias, bias_kind), work,
+            x.shape[0], chunk_bytes, scales_at, activations_at, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
+            Vector(bias, bias_kind), Table(scale, Int64(scale_row), Int64(scale_column)), work,
         ).launch(
             grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), smem=shared_bytes, stream=stream, use_pdl=True,
             min_blocks_per_mp=config.ctas_at_once, preferred_smem_carveout=100,
@@ -231,9 +234,11 @@ class Qkv(Mm):
         x: Matrix,
         m: Int32,
         chunk_bytes: Int32,
+        scales_at: Int32,
         activations_at: Int32,
         out: Table,
         bias: Vector,
+        scale: Table,
         given: Work,
     ):
         """Runs the kernel. In ``given``, ``pairs`` is the least number of pairs per CTA, and ``first_pair`` the number of CTAs with
@@ -244,7 +249,7 @@ class Qkv(Mm):
         cta, _, _ = cute.arch.block_idx()
         more = given.first_pair
         work = Work(
-            given.residual, given.total, given.norm, given.scale, given.eps, given.hidden, given.row_shift, given.positions,
+            given.residual, given.total, given.norm, given.eps, given.hidden, given.row_shift, given.positions,
             given.table,
             given.k, given.v, given.slots, given.page_size, given.heads, given.kv_heads,
             given.pairs + cutlass.select_(cta < more, Int32(1), Int32(0)), cta * given.pairs + cutlass.min(cta, more),
@@ -253,13 +258,13 @@ class Qkv(Mm):
         base = barriers.toint()
         none = Table(Int64(0), Int64(0), Int64(0))
         call = Call(
-            x, weights, out, Int32(0), work.hidden * self.weight_bytes, bias, none, none, m, Int32(0), Int32(0), 2 * work.pairs,
+            x, weights, out, Int32(0), self.row_bytes(work.hidden), bias, none, scale, m, Int32(0), Int32(0), 2 * work.pairs,
             cta, Float32(0.0),
             Pipeline(Barriers(barriers), Barriers(barriers + STAGES)), barriers + 2 * STAGES, barriers + 2 * STAGES + 1,
             barriers + 2 * STAGES + 2,
             Places(
-                base + HEAD_BYTES, base, base + activations_at, base + ring_at, base, base + HEAD_BYTES - LOAD_BYTES, chunk_bytes,
-                stages,
+                base + HEAD_BYTES, base + scales_at, base + activations_at, base + ring_at, base + SQUARES,
+                base + HEAD_BYTES - LOAD_BYTES, chunk_bytes, stages,
             ),
         )  # fmt: skip
         cute.arch.griddepcontrol_launch_dependents()
@@ -385,14 +390,35 @@ class Qkv(Mm):
                     if chunk < chunks:
                         row = chunk % planes * call.m + token
                         column = chunk // planes * LOAD_BYTES
-                        store_words_shared(call.at.activations + row * self.activation_pitch(call) + column, scaled)
+                        operands = self.ordered(scaled)
+                        store_words_shared(call.at.activations + row * self.activation_pitch(call) + column, operands)
                     if live & (work.total.address != 0) & (call.rank == token):
                         store_words(work.total.row(token) + Int64(chunk * LOAD_BYTES), sums)
                 begin += _AT_ONCE * step
         for power in cutlass.range_constexpr(5):
             square += cute.arch.shuffle_sync_bfly(square, offset=1 << power)
         if cute.arch.lane_idx() == 0:
-            store_floats("shared", call.at.scales + SQUARES + warp * 4, [square])
+            store_floats("shared", call.at.gathered + warp * 4, [square])
+
+    @cute.jit
+    def keep_pair_scales(self, call: Call, work: Work, begin: Int32):
+        """Stores the e8m0 scales of a group of rows of weights in shared memory. ``begin``: the group's first row in this CTA."""
+        thread, _, _ = cute.arch.thread_idx()
+        vectors = call.at.chunk_bytes // LOAD_BYTES
+        count = cutlass.min(call.rows - begin, GROUP) * vectors
+        for index in cutlass.range(thread, count, _SCALES_AT_ONCE * self.config.threads, unroll=1):
+            found = []
+            # Issue all loads before the first use.
+            for turn in cutlass.range_constexpr(_SCALES_AT_ONCE):
+                each = index + turn * self.config.threads
+                row = each // vectors
+                vector = each - row * vectors
+                live = (each < count) & (vector * LOAD_BYTES < call.row_bytes)
+                found.append(load_byte_if(call.b_scale.at(vector, self.row_of_pair(work, begin + row), 1), live))
+            for turn in cutlass.range_constexpr(_SCALES_AT_ONCE):
+                each = index + turn * self.config.threads
+                if each < count:
+                    write_byte(call.at.scales + each, found[turn])
 
     def norm_weights(self, work: Work, words: list[Any]) -> list[Any]:
         """Converts eight of the norm's weights to float32. ``words``: eight loaded words; 16-bit weights are in the first four."""
@@ -429,11 +455,13 @@ class Qkv(Mm):
         slot = work.slots.load(token, real & (work.slots.address != 0))
         slot = cutlass.select_(work.slots.address != 0, slot, Int64(-1))
         self.keep_tokens(call, work, warp)
+        if const_expr(self.config.scales == "mx"):
+            self.keep_pair_scales(call, work, Int32(0))
         cute.arch.barrier(barrier_id=_READY, number_of_threads=config.threads + 32)
         square = Float32(0.0)
         for each in cutlass.range_constexpr(config.warps):
             if Int32(each) >> work.row_shift == token:
-                square += load_floats("shared", call.at.scales + SQUARES + each * 4, 1)
+                square += load_floats("shared", call.at.gathered + each * 4, 1)
         factor = cute.math.rsqrt(square / Float32(work.hidden) + work.eps)
         at = first_to_read()
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
@@ -443,7 +471,7 @@ class Qkv(Mm):
             stored = [call.bias.load(first + half * self.half, mine) for half in range(2)]
             factors = [factor, factor]
             if const_expr(self.config.scales == "row"):
-                scales = [load_float_if(work.scale.at(Int32(0), first + half * self.half, 4), mine) for half in range(2)]
+                scales = [load_float_if(call.b_scale.at(Int32(0), first + half * self.half, 4), mine) for half in range(2)]
                 factors = [factor * scale for scale in scales]
             angle = work.table.at(Int32(position), first % self.head_dim, 4)
             rotates = mine & (first // self.head_dim < work.heads + work.kv_heads)
@@ -472,8 +500,11 @@ class Qkv(Mm):
                     pair = [pair[half] + some[half] for half in range(2)]
                 pair = [pair[half] * factors[half] + call.bias.number(stored[half]) for half in range(2)]
                 self.rotate(call, work, token, first, pair, cosine, sine, slot)
-            if begin + GROUP < call.rows:  # the next group's partial sums reuse the buffer
+            if begin + GROUP < call.rows:  # the next group's partial sums and scales reuse the buffers
                 cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
+                if const_expr(self.config.scales == "mx"):
+                    self.keep_pair_scales(call, work, begin + GROUP)
+                    cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
 
     # -- epilogue ------------------------------------------------------------------------------------------------------------------
 

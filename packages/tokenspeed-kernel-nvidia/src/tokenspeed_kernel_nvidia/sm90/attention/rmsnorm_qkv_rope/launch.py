@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.alignment import aligned
-from tokenspeed_kernel_base.ops.quantization.formats import fp8_format
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
@@ -35,6 +35,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     launch_parameters_of,
 )
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import Weights
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import kinds_of, table_of
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
@@ -71,11 +72,6 @@ def _indices(x: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.data_ptr(), int(x.dtype == torch.int64), x.stride(0))
 
 
-def _scales(scale: Tensor | None) -> tuple[int, int]:
-    """Returns the address of the weights' scales, and their stride in elements; a stride of 0 for a scale per tensor."""
-    return (0, 0) if scale is None else (scale.data_ptr(), scale.stride(1) if scale.ndim == 2 else 0)
-
-
 def rmsnorm_qkv_rope(
     x: Tensor,
     norm_weight: Tensor,
@@ -97,7 +93,7 @@ def rmsnorm_qkv_rope(
     """Launches the kernel on arguments that the operator has checked; see `tokenspeed_kernel.rmsnorm_qkv_rope`.
 
     The sum of token and residual is rounded, multiplied by the norm's weights, and rounded again. The GEMM's result is divided by
-    the root mean square. fp8 weights are multiplied unscaled; their scales multiply the result.
+    the root mean square. fp8 weights are multiplied unscaled; their scales multiply the result. mxfp4 weights are scaled first.
     """
     tokens, hidden = x.shape
     columns = qkv_weight.shape[1]
@@ -116,9 +112,9 @@ def rmsnorm_qkv_rope(
         if k_cache is not None and v_cache is not None and k_cache.numel():
             written, page_size = slot_mapping, k_cache.shape[1]
             caches = k_cache.data_ptr(), *k_cache.stride(), v_cache.data_ptr(), *v_cache.stride()
-        weights: Weights = "dense"
-        if qkv_weight_scale is not None:
-            weights, weight = "float8_e4m3fn", weight.view(torch.uint8)  # every version of PyTorch can pass uint8
+        weights, _ = kinds_of(qkv_weight, qkv_weight_scale)
+        if weights != "dense":
+            weight = weight.view(torch.uint8)  # every version of PyTorch can pass uint8
         launch, numbers = _launch_of(x.dtype, weights, head_dim, tokens, columns, hidden, x.get_device())
         launch(
             rows,
@@ -128,7 +124,7 @@ def rmsnorm_qkv_rope(
             0 if total is None else total.data_ptr(),
             *norm_at,
             *bias_at,
-            *_scales(qkv_weight_scale),
+            *table_of(qkv_weight_scale),
             *_indices(positions),
             table.data_ptr(),
             table.stride(0),
@@ -152,6 +148,7 @@ _BF16 = dense_tensor_format(torch.bfloat16)
 _FORMATS: tuple[tuple[str, tuple[TensorFormat, ...], int], ...] = (
     ("", (_BF16,), 8),
     ("fp8_weights_", tuple(fp8_format(torch.float8_e4m3fn, granularity) for granularity in ("tensor", "channel")), 16),
+    ("mxfp4_weights_", (mxfp4_format((32, 1)),), 32),
 )
 for _head_dim, (_name, _weights, _step) in itertools.product(HEAD_DIMS, _FORMATS):
     register_kernel(

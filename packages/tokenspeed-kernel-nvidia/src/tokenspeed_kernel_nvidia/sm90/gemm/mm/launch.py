@@ -129,7 +129,7 @@ def ctas_of(config: Config, n: int, count: int) -> int:
     return config.together * min(n, count // config.together)
 
 
-def _table(scale: Tensor | None) -> tuple[int, int, int]:
+def table_of(scale: Tensor | None) -> tuple[int, int, int]:
     """Returns the address of the scales, and their strides along rows and columns. The strides are 0 if there is only one scale."""
     if scale is None:
         return 0, 0, 0
@@ -164,7 +164,7 @@ def arguments_of(
         bias_at, kind = bias.data_ptr(), KINDS[bias.dtype]
     if b_scale is None:
         return a, b, out, bias_at, kind, *numbers
-    return a, b, out, bias_at, kind, *_table(a_scale), *_table(b_scale), *numbers
+    return a, b, out, bias_at, kind, *table_of(a_scale), *table_of(b_scale), *numbers
 
 
 def multiply(
