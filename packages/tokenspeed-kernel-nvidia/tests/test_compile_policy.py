@@ -122,3 +122,19 @@ def test_a_pack_of_another_build_of_triton_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(triton_cache_device, "triton_key", lambda: "another wheel")
     with pytest.warns(StorageWarning, match=r"made with triton .*build .*this is triton .*build"):
         assert not packs.find_folder("triton", "key", triton_cache_device.toolchain())
+
+
+def test_host_code_is_found_in_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles its driver, and in some releases each kernel's launcher, with the system's C compiler."""
+    from tokenspeed_kernel_base import triton_cache_device
+
+    module = tmp_path / "pack" / "triton" / "key" / "cuda_utils.so"
+    module.parent.mkdir(parents=True)
+    module.write_bytes(b"code")
+    packs.write_manifest(tmp_path / "pack", {"distributions": {}, "toolchains": {"triton": triton_cache_device.toolchain()}})
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENSPEED_KERNEL_PACKS", str(tmp_path / "pack"))
+    monkeypatch.setattr(config, "_settings", config.read_settings())
+    assert triton_cache_device.PolicyCache("key").get_file("cuda_utils.so") == str(module)
+    assert triton_cache_device.PolicyCache("key").get_file("other.so") is None
+    assert triton_cache_device.PolicyCache("other").get_file("cuda_utils.so") is None

@@ -64,6 +64,7 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
     assert {each["kernel"] for each in manifest["calls"]} == {"triton_rmsnorm", "cutedsl_mm_float16"}
     assert {path.name for path in folder.iterdir()} == {"pack.json", "triton", "cutedsl"}
     assert {Path(name).suffix for name in manifest["files"]} == {".json", ".ptx", ".cubin", ".so"}
+    assert any(Path(name).name.startswith("cuda_utils.") for name in manifest["files"])  # Triton's driver, which is host code
     assert "is not empty" in pack("build", tmp_path / "calls", "--arch", "sm_90a", "-o", folder, code=2)
 
     # As in another process, caches are empty now. No call may compile.

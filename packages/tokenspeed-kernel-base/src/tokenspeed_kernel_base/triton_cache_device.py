@@ -57,7 +57,8 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
         return _delegate(self._key, **self._debugging)
 
     def get_file(self, filename: str) -> str | None:
-        return self._cache.get_file(filename)  # type: ignore[no-any-return]
+        """Returns the path of one file; None if it must be made. Triton looks for compiled host code so."""
+        return self._packed(filename).get(filename) or self._cache.get_file(filename)
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         return self._cache.put(data, filename, binary=binary)  # type: ignore[no-any-return]
@@ -74,10 +75,10 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
             self._started = compilation.start(filename.removesuffix(_METADATA), "Triton")
         return found
 
-    def _packed(self, filename: str) -> dict[str, str] | None:
-        """Returns the kernel's files in a pack; None if no pack has the kernel."""
+    def _packed(self, filename: str) -> dict[str, str]:
+        """Returns the folder's files in a pack by name; nothing unless a pack has the folder with this file."""
         found = {} if any(self._debugging.values()) else packs.find_folder(COMPILER, self._key, toolchain())
-        return found if filename in found else None
+        return found if filename in found else {}
 
     def put_group(self, filename: str, group: dict[str, str]) -> None:
         self._cache.put_group(filename, group)
