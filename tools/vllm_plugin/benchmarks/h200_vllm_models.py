@@ -7,13 +7,14 @@ start side by side. When all have started, they are measured one after another, 
 and goes on to its next round by itself. Models that need all GPUs (tensor parallelism) are measured first.
 
 Engines of one model differ only in the plugin: they have the same settings of vLLM, and run on the same GPU. Each model's file in
-``--folder`` is written whenever one of its engines is done, so a run that is cut off keeps what it has measured. ``--show`` prints
-the rounds, and measures nothing.
+``--folder`` is written whenever one of its engines is done, so a run that is cut off keeps what it has measured. A later run adds
+rows to the files of the folder. ``--show`` prints the rounds, and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -32,7 +33,7 @@ from random_models import DEFAULT
 
 # A row says how many other engines were still starting on the GPU when this one was measured; usually none.
 BESIDE = "engines_starting"
-# Of a GPU's 139 GiB, what the engines of a round may take while they start.
+# The engines of a round may take this much of a GPU's 139 GiB while they start.
 MEMORY_GIB = 130.0
 _SHARE_S = 30.0  # a round starts only if this much time is left for each of its engines
 
@@ -161,9 +162,15 @@ class Lease:
             rows.append({"engine": engine.name, "figure": "failed", "task": "start", "error": engine.log.read_text()[-1500:]})
         case = CASES[name]
         with self.files:
-            made = self.results.setdefault(
-                name, {"metadata": self.metadata, "model": case.model, "layers": None, "gpus": case.gpus, "rows": []}
-            )
+            if name not in self.results:
+                self.results[name] = self.earlier(name) or {
+                    "metadata": self.metadata,
+                    "model": case.model,
+                    "layers": None,
+                    "gpus": case.gpus,
+                    "rows": [],
+                }
+            made = self.results[name]
             made["rows"] += rows
             self.given.folder.mkdir(parents=True, exist_ok=True)
             (self.given.folder / f"{name}.json").write_text(_as_text(made))
@@ -172,6 +179,15 @@ class Lease:
             str(row.get("ms", row.get("error", ""))) for row in rows if row["figure"] in ("decode", "prefill", "failed")
         )
         self.say(f"{name} {engine.name}: {time.monotonic() - began:.0f} s: {found[:300]}")
+
+    def earlier(self, name: str) -> dict[str, Any] | None:
+        """Returns the content of a case's file, with this run's command added; None if there is no file."""
+        file = self.given.folder / f"{name}.json"
+        if not file.exists():
+            return None
+        found: dict[str, Any] = json.loads(file.read_text())
+        found["metadata"]["command"] += f"; {self.command}"
+        return found
 
     def measure_all(self, engines: Sequence[tuple[str, one_model.Process]]) -> None:
         """Measures the engines of a round: the ready ones in order, then those that become ready later."""

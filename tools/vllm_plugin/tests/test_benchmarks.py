@@ -231,7 +231,8 @@ def test_rounds_of_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "decode 1 2.00" in capsys.readouterr().out
     models.main([*words, "--rounds", "1", "--gpus", "1", "--variants", "vllm"])
     found = json.loads((tmp_path / "found" / "qwen3-30b-a3b.json").read_text())
-    assert [row["gpus"] for row in found["rows"] if row["figure"] == "decode"] == ["1"]
+    assert [row["gpus"] for row in found["rows"] if row["figure"] == "decode"] == ["0", "0", "1"]
+    assert "--rounds 1" in found["metadata"]["command"]
 
 
 # -- one engine ------------------------------------------------------------------------------------------------------------------
