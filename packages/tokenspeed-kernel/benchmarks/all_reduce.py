@@ -299,10 +299,21 @@ def _ours_of(operator: str, inputs: Inputs, kernel: str | None = None) -> tuple[
 
 
 def _outcome(operator: str, make: Callable[[], Call | str], inputs: Inputs, calls: int) -> dict[str, Any]:
-    call = make()
+    nothing = {"us": None, "best_us": None, "exact": None}
+    made: tuple[Tensor, ...] = ()
+    failure = ""
+    try:
+        call = make()
+        made = () if isinstance(call, str) else call()
+    except Exception as error:  # a library that fails, for example because it cannot compile, must not end the other measurements
+        call, failure = "", f"{type(error).__name__}: {error}"
+    # A rank that failed makes no more calls, so the other ranks must not wait for it.
+    failures = [f"rank {rank}: {each}" for rank, each in enumerate(everywhere(failure)) if each]
+    if failures:
+        return {**nothing, "skipped": False, "reason": "; ".join(failures)}
     if isinstance(call, str):
-        return {"us": None, "best_us": None, "exact": None, "skipped": True, "reason": call}
-    pairs = list(inputs.compared(operator, call()))
+        return {**nothing, "skipped": True, "reason": call}
+    pairs = list(inputs.compared(operator, made))
     far = max(float((got.float() - right.float()).abs().max()) - slack for got, right, slack in pairs)
     exact = torch.equal(*(pairs[-1][:2]))
     outcome = {"exact": all(everywhere(exact)), "skipped": False}

@@ -93,7 +93,7 @@ _PROFILE = [
     *("--tasks", "describe,kernels,prefill-kernels", "--inproc", "--kv-gib", "0.5"),
     *("--max-num-batched-tokens", "16384", "--max-num-seqs", "128"),
 ]
-_SPEED = ["--tasks", "describe,decode,prefill", "--kv-gib", "5", "--max-num-seqs", "256"]
+_SPEED = ["--tasks", "describe,decode,prefill", "--prefix-caching", "--max-num-seqs", "256"]
 
 
 def parser_of() -> argparse.ArgumentParser:
@@ -126,37 +126,58 @@ def entry_point(folder: Path) -> Path:
 
 def run(name: str, given: argparse.Namespace, folder: Path, path: str, start: int) -> list[dict[str, Any]]:
     """Runs one engine to its end and returns its result lines. If the engine fails, prints the last lines of its log."""
-    variant = VARIANTS[name]
-    out = folder / f"{name}-{start}"
-    layers = ["--layers", given.layers] if given.layers else []
-    words = ["--name", name, "--out", out, "--model", given.model, *layers, *_tasks(given)]
-    environment = {**os.environ, "PYTHONPATH": path, "VLLM_CACHE_ROOT": str(folder / f"cache-{name}"), **variant.variables}
-    out.mkdir(parents=True)
-    log = out / "log"
-    with log.open("w") as file:
-        command = [sys.executable, str(HERE / "vllm_engine.py"), *map(str, words), *variant.words, *given.words]
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-        try:
-            code: int | str = process.wait(given.timeout)
-        except subprocess.TimeoutExpired:
-            code = "it took too long"
-        finally:
-            # The processes that the engine has started hold device memory, so they are ended, too.
-            _end(process)
+    layers = ["--layers", str(given.layers)] if given.layers else []
+    words = ["--model", given.model, *layers, *_tasks(given), *given.words]
+    one = Process(name, words, folder / f"{name}-{start}", path, folder / f"cache-{name}")
+    try:
+        code: int | str = one.process.wait(given.timeout)
+    except subprocess.TimeoutExpired:
+        code = "it took too long"
+    finally:
+        one.end()
     if code:
-        print(f"{name}: {code}; {log}:", *log.read_text(errors="replace").splitlines()[-12:], sep="\n  ")
-    lines = out / f"{name}.jsonl"
-    return [{**json.loads(line), "start": start} for line in lines.read_text().splitlines()] if lines.exists() else []
+        print(f"{name}: {code}; {one.log}:", *one.log.read_text(errors="replace").splitlines()[-12:], sep="\n  ")
+    return [{**row, "start": start} for row in one.rows()]
+
+
+class Process:
+    """One running engine, ``vllm_engine.py``, and its files."""
+
+    def __init__(
+        self, name: str, words: Sequence[str], out: Path, path: str, cache: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts the engine.
+
+        Args:
+            name: the variant.
+            words: further arguments of ``vllm_engine.py``.
+            out: the folder of its results, which is made.
+            path: PYTHONPATH.
+            cache: vLLM's folder of compiled code.
+            variables: further environment variables.
+        """
+        variant = VARIANTS[name]
+        out.mkdir(parents=True)
+        self.name, self.out, self.log = name, out, out / "log"
+        environment = {**os.environ, "PYTHONPATH": path, "VLLM_CACHE_ROOT": str(cache), **variant.variables, **(variables or {})}
+        command = [sys.executable, str(HERE / "vllm_engine.py"), "--name", name, "--out", str(out), *variant.words, *words]
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the result lines that the engine has written so far."""
+        lines = self.out / f"{self.name}.jsonl"
+        return [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+
+    def end(self) -> None:
+        """Ends the engine, and the processes that it has started, because these hold device memory."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def _tasks(given: argparse.Namespace) -> list[str]:
     return _CORRECTNESS if given.correctness else _FLOAT32 if given.float32 else _PROFILE if given.profile else _SPEED
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,24 +76,41 @@ def config_of(layers: int) -> dict[str, Any]:
 
 def write_model(directory: Path, layers: int) -> Path:
     """Writes the model directory that vLLM loads, and returns its path."""
+    return write_config(directory, config_of(layers))
+
+
+def write_config(directory: Path, config: dict[str, Any]) -> Path:
+    """Writes ``config.json`` in one step, because engines that start side by side write and read the same file. Returns the
+    directory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config_of(layers), indent=2))
+    made = directory / f"config.json.{os.getpid()}"
+    made.write_text(json.dumps(config, indent=2))
+    made.replace(directory / "config.json")
     return directory
 
 
-def draw(name: str, parameter: Any) -> str:
+def draw(name: str, parameter: Any, rank: int = 0, ranks: int = 1) -> str:
     """Fills a parameter in place, on its device.
+
+    Under tensor parallelism, ``parameter`` is the shard of ``rank`` of ``ranks``. Shards get different values. Norms, routers and
+    the bias of the output projection are not sharded, and get the same values on all ranks. The bias of w2 is zero on all ranks but
+    the first, as after vLLM's own loading.
 
     Returns a label that says how the parameter was filled: "norm", "embedding", "head" (the output matrix), "matrix", or the last
     part of the name (experts' tensors, biases and sinks). An integer parameter that is not an expert's gets "left as it was".
     """
     import torch
 
-    generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
+    copied = "norm" in name or ".router." in name or name.endswith("o_proj.bias")
+    seed = zlib.crc32((name if copied or rank == 0 else f"{name} of rank {rank}").encode())
+    generator = torch.Generator(device=parameter.device).manual_seed(seed)
     last = name.rpartition(".")[2]
     if last in EXPERT_SIZES:
-        rows, columns = EXPERT_SIZES[last]
+        rows, columns = shard_sizes(last, ranks)
         parameter.zero_()
+        if last == "w2_bias" and rank > 0:
+            return last
         # Experts are filled one at a time. An expert's values precede its padding.
         for expert in parameter:
             if columns is None:
@@ -124,6 +142,14 @@ def draw(name: str, parameter: Any) -> str:
         parameter.mul_(uniform.pow(_POWER).clamp(max=_LONGEST).to(parameter.dtype))
         return "head"
     return "matrix"
+
+
+def shard_sizes(last: str, ranks: int) -> tuple[int, int | None]:
+    """Returns the sizes of one rank's part of an expert's tensor, as in `EXPERT_SIZES`. w13 is split by rows, w2 by columns."""
+    rows, columns = EXPERT_SIZES[last]
+    if last.startswith("w13"):
+        return rows // ranks, columns
+    return rows, None if columns is None else columns // ranks
 
 
 def draw_experts(name: str, experts: int, device: Any) -> Any:
@@ -170,10 +196,14 @@ def register() -> None:
         def load_weights(self, model: Any, model_config: Any) -> None:
             """Fills the parameters in place."""
             import torch
+            from vllm.distributed import parallel_state
 
+            of = parallel_state.model_parallel_is_initialized()
+            rank = parallel_state.get_tensor_model_parallel_rank() if of else 0
+            ranks = parallel_state.get_tensor_model_parallel_world_size() if of else 1
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
-                    draw(name, parameter.data)
+                    draw(name, parameter.data, rank, ranks)
                     drawn.append(name)
 
     model_loader.register_model_loader(LOAD_FORMAT)(RandomGptOss)

@@ -8,7 +8,6 @@ a standard deviation of 16, which their scales undo. MXFP4 and NVFP4 weights are
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from pathlib import Path
@@ -149,9 +148,17 @@ def load_format(model: str) -> str:
 
 def write_model(directory: Path, model: str, layers: int | None) -> Path:
     """Writes the model directory that vLLM loads, and returns its path."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config_of(model, layers), indent=2))
-    return directory
+    return random_gpt_oss.write_config(directory, config_of(model, layers))
+
+
+def cache_gib(model: str, layers: int | None, tokens: int) -> float:
+    """Returns the size of a cache that holds ``tokens`` tokens in bf16, in GiB, rounded up. Sliding windows save nothing here."""
+    fields = config_of(model, layers)
+    if "kv_lora_rank" in fields:
+        values = fields["kv_lora_rank"] + fields["qk_rope_head_dim"]
+    else:
+        values = 2 * fields["num_key_value_heads"] * fields.get("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    return math.ceil(tokens * fields["num_hidden_layers"] * values * 2 / 2**30)
 
 
 def draw(name: str, parameter: Any, hidden: int) -> str:

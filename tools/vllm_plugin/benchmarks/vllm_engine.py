@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from random_gpt_oss import EXPERT_SIZES, draw_experts, drawn
-from random_models import DEFAULT, MODELS, PREFILLS, load_format, write_model
+from random_models import DEFAULT, MODELS, PREFILLS, cache_gib, load_format, write_model
 
 _STARTED = time.time()
 # No network is available, and a single process needs no communication.
@@ -41,6 +41,8 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # Without NVLink multicast, which the measured machine lacks, vLLM would not use symmetric memory anyway.
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     # `apply_model` needs this variable to accept a function.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
@@ -73,6 +75,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--mla-prefill", help="CUSTOM for this plugin's prefill of latent attention")
     p.add_argument("--attention", help="CUSTOM for this plugin's backend; vLLM chooses without")
     p.add_argument("--moe-backend", help="triton, marlin, ...; vLLM or the plugin chooses without")
+    p.add_argument("--tensor-parallel", type=int, default=1, help="number of GPUs")
     p.add_argument("--norms", action="store_true", help="norms by this plugin's provider of vLLM's IR")
     p.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     p.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt, for decode")
@@ -85,14 +88,20 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--max-num-seqs", type=int)
     p.add_argument("--prefix-caching", action="store_true")
     p.add_argument("--graph-sizes", type=int, nargs="+", help="batch sizes that are captured; those measured by default")
-    p.add_argument("--kv-gib", type=float, default=3.0, help="size of the cache")
+    p.add_argument("--kv-gib", type=float, help="size of the cache; by default, all requests of a measured batch fit")
     p.add_argument("--inproc", action="store_true", help="the engine in this process, for logits and kernels")
     p.add_argument("--eager", action="store_true", help="no compilation and no graphs; float32 then sees which experts are chosen")
     p.add_argument("--start-file", type=Path, help="wait for this file before the engine is made")
+    p.add_argument("--wait-seconds", type=float, default=300, help="the longest wait for a file")
     p.add_argument("--wait-file", type=Path, help="wait for this file before decode and prefill, so that others are quiet")
     p.add_argument("--dry", action="store_true", help="stop when the engine's configuration is made")
     a = p.parse_args(words)
     a.prefill = a.prefill or PREFILLS.get(a.model, "4x8192")
+    if a.kv_gib is None:
+        prompts, length = map(int, a.prefill.split("x"))
+        # Each request may fill its last block partly, and vLLM keeps a block for itself.
+        tokens = max(max(a.batches) * (a.prompt + a.decode + 64), prompts * (length + 64))
+        a.kv_gib = 0.5 + cache_gib(a.model, a.layers, tokens) / a.tensor_parallel
     return a
 
 
@@ -111,6 +120,8 @@ def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
         "dtype": "bfloat16",
         "compilation_config": {"cudagraph_capture_sizes": a.graph_sizes or sorted({1, 2, 4, 8, *a.batches})},
     }
+    if a.tensor_parallel > 1:
+        made["tensor_parallel_size"] = a.tensor_parallel
     for name in ("max_num_batched_tokens", "max_num_seqs", "moe_backend"):
         if getattr(a, name):
             made[name] = getattr(a, name)
@@ -221,7 +232,7 @@ class Engine:
 
             print(EngineArgs(**given).create_engine_config())
             return
-        wait(self.a.start_file)
+        wait(self.a.start_file, self.a.wait_seconds)
         begun = time.time()
         self.llm = vllm.LLM(**given)
         made = self.llm.llm_engine.vllm_config
@@ -263,7 +274,7 @@ class Engine:
 
     def describe(self) -> None:
         """Reports the layers' quantisation methods and attention backends."""
-        (found,) = self.llm.apply_model(describe)
+        found, *_ = self.llm.apply_model(describe)  # one for each rank
         self.report("serving", **found)
 
     def logits(self) -> None:
@@ -373,7 +384,9 @@ class Engine:
 
     def decode(self) -> None:
         """Measures milliseconds per token. The same prompts run with few and with many generated tokens; the difference of the
-        median times is divided by the number of additional tokens."""
+        median times is divided by the number of additional tokens. With ``--prefix-caching``, only the first run computes the
+        prompts, so a measurement takes less time, and its parts differ less.
+        """
         for batch in self.a.batches:
             prompts = self.prompts(batch, self.a.prompt)
             # These runs compile the kernels for this batch size before the timed runs.
@@ -389,11 +402,9 @@ class Engine:
             self.report("decode", batch=batch, layers=self.a.layers, ms=round(1e3 * middle, 4), pairs=pairs)
 
     def prefill(self) -> None:
-        """Measures prefill tokens per second; each prompt generates one token."""
+        """Measures prefill tokens per second; each prompt generates one token. All runs have new prompts, so none is cached."""
         count, length = (int(number) for number in self.a.prefill.split("x"))
-        prompts = self.prompts(count, length)
-        first = self.generate(prompts, 1)[0]
-        times = [self.generate(prompts, 1)[0] for _ in range(self.a.repeats)]
+        first, *times = [self.generate(self.prompts(count, length), 1)[0] for _ in range(self.a.repeats + 1)]
         middle = statistics.median(times)
         self.report(
             "prefill",
@@ -510,7 +521,7 @@ def gaps_of(found: Sequence[tuple[str, float, float]]) -> list[tuple[tuple[str, 
     return sorted(gaps.items(), key=lambda gap: -gap[1][1])
 
 
-def wait(file: Path | None, seconds: float = 300) -> None:
+def wait(file: Path | None, seconds: float) -> None:
     """Waits until a file exists, at most ``seconds``."""
     end = time.time() + seconds
     while file is not None and not file.exists() and time.time() < end:
@@ -550,7 +561,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if name in ("decode", "prefill", "kernels", "prefill-kernels") and not waited:
             waited = True
             (a.out / f"{a.name}.ready").touch()
-            wait(a.wait_file)
+            wait(a.wait_file, a.wait_seconds)
         try:
             tasks[name]()
             engine.save()

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import compare
 import h200_vllm
+import h200_vllm_models
 import random_gpt_oss
 import random_models
 import vllm_engine
@@ -39,6 +40,34 @@ def test_padded_experts_get_the_same_numbers(monkeypatch: pytest.MonkeyPatch, na
     assert torch.equal(inside, exact)
     assert exact.float().std() > 0
     assert padded.float().abs().sum() == inside.float().abs().sum()
+
+
+@pytest.mark.parametrize("name", random_gpt_oss.EXPERT_SIZES)
+def test_shards_of_ranks_differ(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    rows, columns = random_gpt_oss.EXPERT_SIZES[name]
+    monkeypatch.setitem(random_gpt_oss.EXPERT_SIZES, name, (rows // 32, columns and columns // 9))
+    dtype = torch.bfloat16 if name.endswith("bias") else torch.uint8
+    shape = [size for size in random_gpt_oss.shard_sizes(name, 2) if size is not None]
+    first, second, padded = (torch.ones(2, *(size + more for size in shape), dtype=dtype) for more in (0, 0, 3))
+    for rank, parameter in enumerate((first, second)):
+        random_gpt_oss.draw(f"model.layers.0.mlp.experts.{name}", parameter, rank, 2)
+    random_gpt_oss.draw(f"model.layers.0.mlp.experts.{name}", padded, 0, 2)
+    assert not torch.equal(first, second)
+    assert torch.equal(padded[(slice(None), *(slice(size) for size in shape))], first)
+    assert (second.float().abs().sum() == 0) == (name == "w2_bias")  # as vLLM's loader: the first rank adds this bias
+
+
+def test_ranks_share_what_is_not_sharded() -> None:
+    for name, shared in {
+        "a.mlp.router.weight": True,
+        "a.norm.weight": True,
+        "a.o_proj.bias": True,
+        "lm_head.weight": False,
+    }.items():
+        first, second = torch.empty(16, 8), torch.empty(16, 8)
+        for rank, parameter in enumerate((first, second)):
+            random_gpt_oss.draw(name, parameter, rank, 2)
+        assert torch.equal(first, second) == shared
 
 
 def test_names_decide_what_is_drawn() -> None:
@@ -134,6 +163,76 @@ def test_the_plugins_speed_beside_vllms_own() -> None:
         "holds plugin-mla: decode 1 2.00, prefill 1x8192 1.00; mean 1.41",
         "MISSED plugin-experts: decode 1 1.33, prefill 1x8192 0.97; mean 1.14",
     ]
+
+
+# -- several models ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_holds_a_measured_batch() -> None:
+    """64 requests of a prompt and the generated tokens, of 2 x 8 heads of 128 values in bf16 and 32 layers."""
+    a = vllm_engine.arguments(["--name", "vllm", "--out", "results", "--model", "llama-3.1-8b", "--decode", "100"])
+    needed = 64 * (a.prompt + a.decode + 16) * 2 * 8 * 128 * 2 * 32 / 2**30
+    assert needed < a.kv_gib < needed + 2
+    a = vllm_engine.arguments(["--name", "vllm", "--out", "results", "--model", "deepseek-v3", "--batches", "1"])
+    assert 8192 * 4 * 576 * 2 / 2**30 < a.kv_gib < 2
+
+
+def test_the_engines_of_a_round_fit_on_a_gpu() -> None:
+    models = h200_vllm_models
+    engines = [pair for each in models.ROUNDS for pair in (*each.wide, *(one for share in each.shares for one in share))]
+    assert len(engines) == len(set(engines))
+    assert {name for name, _ in engines} == models.CASES.keys()
+    for each in models.ROUNDS:
+        wide = sum(models.CASES[name].gib for name, _ in each.wide)
+        for share in each.shares:
+            assert wide + sum(models.CASES[name].gib for name, _ in share) <= models.MEMORY_GIB
+        assert all(models.CASES[name].gpus == 1 for share in each.shares for name, _ in share)
+    for name in models.CASES:
+        assert next(variant for case, variant in engines if case == name) == "vllm"
+
+
+WAITING_ENGINE = """
+import argparse, json, os, pathlib, time
+p = argparse.ArgumentParser()
+p.add_argument("--name")
+p.add_argument("--out", type=pathlib.Path)
+p.add_argument("--wait-file", type=pathlib.Path)
+a = p.parse_known_args()[0]
+if a.name == "marlin":
+    raise SystemExit("out of memory")
+(a.out / f"{a.name}.ready").touch()
+while not a.wait_file.exists():
+    time.sleep(0.01)
+ms = 2.0 if a.name == "vllm" else 1.0
+with (a.out / f"{a.name}.jsonl").open("a") as file:
+    for row in ({"figure": "decode", "batch": 1, "ms": ms, "gpus": os.environ["CUDA_VISIBLE_DEVICES"]}, {"figure": "end"}):
+        file.write(json.dumps({"engine": a.name, **row}) + "\\n")
+"""
+
+
+def test_rounds_of_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Engines that only write rows: each model's file has the rows of all its engines, also of one that does not start."""
+    models = h200_vllm_models
+    (tmp_path / "vllm_engine.py").write_text(WAITING_ENGINE)
+    monkeypatch.setattr(h200_vllm, "HERE", tmp_path)
+    names = ["vllm", "plugin", "marlin"]
+    both = [("gpt-oss-120b-tp2", name) for name in names[:2]]
+    llama, qwen = ([(case, name) for name in names] for case in ("llama-3.1-8b", "qwen3-30b-a3b"))
+    monkeypatch.setattr(models, "ROUNDS", (models.Round(0, both, (llama, [])), models.Round(1, [], (qwen, []))))
+    words = ["--folder", str(tmp_path / "found"), "--seconds", "60", "--start-estimate", "-100", "--commit", "0" * 40]
+    models.main(words)
+    for case, gpus in (("gpt-oss-120b-tp2", "0,1"), ("llama-3.1-8b", "0"), ("qwen3-30b-a3b", "0")):
+        found = json.loads((tmp_path / "found" / f"{case}.json").read_text())
+        decode = {row["engine"]: row for row in found["rows"] if row["figure"] == "decode"}
+        assert (decode["vllm"]["ms"], decode["plugin"]["ms"], decode["plugin"]["gpus"]) == (2.0, 1.0, gpus)
+        if gpus == "0":
+            (failed,) = (row for row in found["rows"] if row["figure"] == "failed")
+            assert (failed["engine"], "out of memory" in failed["error"]) == ("marlin", True)
+    assert "decode 1 2.00" in capsys.readouterr().out
+    models.main([*words, "--rounds", "1", "--gpus", "1", "--variants", "vllm"])
+    found = json.loads((tmp_path / "found" / "qwen3-30b-a3b.json").read_text())
+    assert [row["gpus"] for row in found["rows"] if row["figure"] == "decode"] == ["0", "0", "1"]
+    assert "--rounds 1" in found["metadata"]["command"]
 
 
 # -- one engine ------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+from tokenspeed_kernel.workbench.worlds import run_world
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PAGE = Path(__file__).parents[4] / "docs" / "measurements.md"
@@ -33,6 +36,26 @@ def test_it_measures_on_a_cpu(benchmark: Any, tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert "torch one_shot, 1 rows: symmetric memory is for GPUs" in said
     assert benchmark.table(report) in said
+
+
+def one_rank_fails() -> dict[str, Any]:
+    """Measures an implementation that cannot be made on rank 1."""
+    import all_reduce
+
+    def make() -> str:
+        if dist.get_rank() == 1:
+            raise OSError("no compiler")
+        return "it is not for this device"
+
+    found: dict[str, Any] = all_reduce._outcome("all_reduce", make, None, 1)
+    return found
+
+
+@pytest.mark.usefixtures("benchmark")
+def test_an_implementation_that_fails_ends_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    for found in run_world(one_rank_fails, 2):
+        assert (found["us"], found["skipped"], found["reason"]) == (None, False, "rank 1: OSError: no compiler")
 
 
 def test_rows_are_sent_on_a_cpu(programs: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
