@@ -302,10 +302,13 @@ class Recorder:
             # The driver is not restored afterwards, because this process compiles one kernel for one architecture and then ends.
             triton.runtime.driver.set_active(_NoDevice(self.arch))
             JITFunction.run = compile_only
+            # With a hook, as engines set it, Triton writes a kernel's constants as JSON, and fails if it cannot.
+            triton.knobs.runtime.jit_post_compile_hook = lambda **compiled: None
             try:
                 yield
             finally:
                 JITFunction.run = run
+                triton.knobs.runtime.jit_post_compile_hook = None
 
         return replaced()
 

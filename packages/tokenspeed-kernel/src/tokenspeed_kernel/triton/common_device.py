@@ -7,11 +7,20 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+
+class _NamedDtype(tl.dtype, str):  # type: ignore[misc]
+    """A Triton dtype that is also its name.
+
+    If an engine sets ``triton.knobs.runtime.jit_post_compile_hook``, Triton writes the constants of a kernel as JSON. Triton
+    converts a constant that is a dtype, but not a dtype in a tuple, and JSON can store only strings.
+    """
+
+
 DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float16: _NamedDtype(tl.float16.name),
+    torch.bfloat16: _NamedDtype(tl.bfloat16.name),
+    torch.float32: _NamedDtype(tl.float32.name),
+    torch.float8_e4m3fn: _NamedDtype(tl.float8e4nv.name),
 }
 """Triton dtypes by PyTorch dtype, for launchers that pass a dtype to a kernel."""
 
