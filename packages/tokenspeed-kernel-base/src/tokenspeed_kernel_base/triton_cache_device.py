@@ -102,8 +102,9 @@ def settle_keys(value: Any) -> None:
     """Computes the cache keys of a kernel and of all functions that it calls, callees first. ``value`` is a Triton function, or a
     Python function that launches kernels; nothing is done for other values.
 
-    Up to Triton 3.6, a function's key leaves out the global constants of a callee whose own key has not been computed before. So the
-    key would depend on the order of launches in the process, and another process would not find the program in a pack or a cache.
+    Up to Triton 3.6, a function's key leaves out the global constants of a callee whose own key has not been computed before. So
+    the key would depend on the order of launches in the process, and another process would not find the program in a pack or in a
+    cache.
     """
     _settle(value, set())
 
@@ -120,8 +121,8 @@ def _settle(value: Any, seen: set[int]) -> None:
 
 
 def _callees(function: FunctionType) -> Iterator[Any]:
-    """Yields the Triton functions and the functions of device modules whose names a function uses. It may yield others with the same
-    names."""
+    """Yields the Triton functions and the functions of device modules whose names a function uses. It may yield further functions
+    with these names."""
     names = {*_names(function.__code__)}
     found = [function.__globals__.get(name) for name in names]
     found += [cell.cell_contents for cell in function.__closure__ or ()]
