@@ -15,8 +15,8 @@ from typing import Any
 
 DEVICE_SUFFIX = "_device"
 
-# The module that applies the compile policy to Triton's compilations. `DeviceModule` imports it after a device module has imported
-# Triton.
+# The module that applies the compile policy to Triton's compilations, and makes their cache keys the same in all processes.
+# `DeviceModule` imports it after a device module has imported Triton.
 _TRITON_CACHE = "tokenspeed_kernel_base.triton_cache_device"
 
 
@@ -70,7 +70,9 @@ class DeviceModule:
             raise AttributeError(attribute)
         value = getattr(importlib.import_module(self.__name), attribute)
         if "triton" in sys.modules:
-            importlib.import_module(_TRITON_CACHE).install()
+            cache = importlib.import_module(_TRITON_CACHE)
+            cache.install()
+            cache.settle_keys(value)
         self.__dict__[attribute] = value
         return value
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from triton import __version__, knobs
@@ -94,3 +96,45 @@ def install() -> None:
     if current is not PolicyCache:
         _delegate = current or FileCacheManager
         knobs.cache.manager_class = PolicyCache
+
+
+def settle_keys(value: Any) -> None:
+    """Computes the cache keys of a kernel and of all functions that it calls, callees first. ``value`` is a Triton function, or a
+    Python function that launches kernels; nothing is done for other values.
+
+    Up to Triton 3.6, a function's key leaves out the global constants of a callee whose own key has not been computed before. So
+    the key would depend on the order of launches in the process, and another process would not find the program in a pack or in a
+    cache.
+    """
+    _settle(value, set())
+
+
+def _settle(value: Any, seen: set[int]) -> None:
+    function = getattr(value, "fn", value)
+    if id(value) in seen or not isinstance(function, FunctionType):
+        return
+    seen.add(id(value))
+    for callee in _callees(function):
+        _settle(callee, seen)
+    if value is not function:
+        getattr(value, "cache_key", None)  # an interpreted function has none
+
+
+def _callees(function: FunctionType) -> Iterator[Any]:
+    """Yields the Triton functions and the functions of device modules whose names a function uses. It may yield further functions
+    with these names."""
+    names = {*_names(function.__code__)}
+    found = [function.__globals__.get(name) for name in names]
+    found += [cell.cell_contents for cell in function.__closure__ or ()]
+    modules = [each for each in found if isinstance(each, ModuleType) and not each.__name__.startswith("triton")]
+    found += [vars(module).get(name) for module in modules for name in names]
+    for each in found:
+        if hasattr(type(each), "cache_key") or (isinstance(each, FunctionType) and each.__module__.endswith("_device")):
+            yield each
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -13,7 +13,7 @@ _NO_PAIR = tl.constexpr(-0x8000000000000000)
 _LARGEST_PAIR = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 # A drawable token is packed into an int64: its id above its weight. The weight has at most 41 bits, and the id at most 22 bits.
-_WEIGHT_BITS = tl.constexpr(41)
+_DRAWN_WEIGHT_BITS = tl.constexpr(41)
 _WEIGHT_MASK = tl.constexpr((1 << 41) - 1)
 
 
@@ -67,13 +67,13 @@ def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, fl
     found = tl.full([], _NO_TOKEN, tl.int64)
     if u is not None:
         token = token_of(pair).to(tl.int64)
-        tl.store(drawable + own, (token << _WEIGHT_BITS) | weight, mask=live)
+        tl.store(drawable + own, (token << _DRAWN_WEIGHT_BITS) | weight, mask=live)
         tl.debug_barrier()  # the stores must be visible to all threads of the program
         sums = tl.zeros([TOKENS, PAIRED], tl.int64)
         for begin in range(0, number, PAIRED):
             other = begin + tl.arange(0, PAIRED)
             theirs = tl.load(drawable + other, mask=other < number, other=0)
-            sums += tl.where((theirs >> _WEIGHT_BITS)[None, :] <= token[:, None], (theirs & _WEIGHT_MASK)[None, :], 0)
+            sums += tl.where((theirs >> _DRAWN_WEIGHT_BITS)[None, :] <= token[:, None], (theirs & _WEIGHT_MASK)[None, :], 0)
         drawn = reached & (tl.sum(sums, axis=1) > target_of(u, total))
         found = tl.min(tl.where(drawn, token, _NO_TOKEN), axis=0)
     return found, decides, last, total
