@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -93,23 +94,43 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
     return setup
 
 
-def programs_of(shape: Shape) -> list[tuple[Program[Any], Any]]:
+def programs_of(shape: Shape, name: str = "ours") -> list[tuple[Program[Any], Any]]:
     """Returns the programs with long compile times that a call of this package's kernel uses, for bfloat16 tokens and mxfp4 weights
     that float8_e5m2 represents exactly.
+
+    Args:
+        shape: the call.
+        name: ``"ours"``, or a name of `tiles`. Other implementations use none of this package's programs.
     """
     model, dtype, rounded = shape.model, "bfloat16", shape.activation_dtype == "fp8"
     pairs = shape.tokens * model.top_k
-    if model.weight_format != "mxfp4":
+    if model.weight_format != "mxfp4" or (name != "ours" and (_TILES.fullmatch(name) is None or not _suits(name, shape))):
         return []
-    if is_streamed(dtype, pairs, model.experts, rounded):
+    if name.startswith("few") or (name == "ours" and is_streamed(dtype, pairs, model.experts, rounded)):
         k = max(model.hidden, model.intermediate)
         return [(stream.stream_program, config_of(dtype, k, pairs / model.experts, rounded))]
-    inputs = inputs_for(dtype, pairs, model.experts)
-    if rounded:
-        inputs = (CODES if codes_for(pairs, model.experts) else VALUES,)
-    few = rounded and is_few_rounded(pairs, model.experts)
-    columns = FEW_ROUNDED_COLUMNS if few else columns_for(pairs, model.experts, inputs)
+    if name != "ours":
+        columns, inputs = _tile_of(name)
+    else:
+        inputs = inputs_for(dtype, pairs, model.experts)
+        if rounded:
+            inputs = (CODES if codes_for(pairs, model.experts) else VALUES,)
+        few = rounded and is_few_rounded(pairs, model.experts)
+        columns = FEW_ROUNDED_COLUMNS if few else columns_for(pairs, model.experts, inputs)
     return [(grouped.gemm_program, Gemm(dtype, gated, columns, kind)) for gated in (True, False) for kind in inputs]
+
+
+_TILES = re.compile(r"(\d+[vcs]?|fewc?)")  # the names of `tiles`
+
+
+def _suits(name: str, shape: Shape) -> bool:
+    """Whether a name of `tiles` is for the dtype of a shape's activations."""
+    return (name[-1] in "vc") == (shape.activation_dtype == "fp8")
+
+
+def _tile_of(name: str) -> tuple[int, tuple[str, ...]]:
+    """Returns the largest number of columns and the kinds of inputs of a name of `tiles`."""
+    return int(name.rstrip("vcs")), ({"v": VALUES, "c": CODES, "s": PARTS}.get(name[-1], PLAIN),)
 
 
 def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
@@ -121,13 +142,13 @@ def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
             ``few`` and ``fewc`` stand for the streaming kernel.
         shape, layer: see the module's docstring.
     """
-    if shape.model.weight_format != "mxfp4" or (name[-1] in "vc") != (shape.activation_dtype == "fp8"):
+    if shape.model.weight_format != "mxfp4" or not _suits(name, shape):
         raise Unsupported("for mxfp4 weights, and activations of one dtype")
     prepared = mxfp4_layout.prepare_weights(layer.weights, layer.plan)
     apply = functools.partial(stream.moe_apply_few, out=None)
     if not name.startswith("few"):
-        kind = {"v": VALUES, "c": CODES, "s": PARTS}.get(name[-1], PLAIN)
-        apply = functools.partial(grouped.moe_apply_many, columns=int(name.rstrip("vcs")), inputs=(kind,))
+        columns, inputs = _tile_of(name)
+        apply = functools.partial(grouped.moe_apply_many, columns=columns, inputs=inputs)
     return lambda batch: functools.partial(apply, batch.x, prepared, batch.topk_weights, batch.topk_ids, layer.plan)
 
 
