@@ -41,10 +41,10 @@ _FEW = 16  # the largest mean number of pairs per expert for `stream`; so many p
 # expert), 508 and 447 for 128, 501 and 453 for 256.
 _FEW_BESIDE_SPLIT = 3
 _FEW_IN_ALL = 384
-# With fp8 activations, `stream` is used up to this mean number of pairs per expert. Few experts then have more pairs than an entry
-# of `stream` holds. With `stream`, the same layer takes 342 us for 64 tokens (2 pairs per expert), and 466 us for 256 tokens (8
-# pairs). In another run, without the router, `grouped` took 432 us for 256 tokens.
-_FEW_ROUNDED = 8
+# With fp8 activations, `stream` is used up to this mean number of pairs per expert. The same layer took 342 us for 64 tokens (2
+# pairs per expert) with `stream`, and 466 us for 256 tokens (8 pairs), router included. In another run, without the router,
+# `grouped` took 432 us for 256 tokens. Means between 2 and 8 are unmeasured, so this bound is a guess.
+_FEW_ROUNDED = 4
 
 
 def is_streamed(dtype: str, pairs: int, experts: int, rounded: bool = False) -> bool:
