@@ -27,8 +27,9 @@ from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import LAYOUT
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import prepare_weights, require_rounded
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, inputs_for
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, inputs_for, is_paired
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.launch import moe_apply_many, moe_apply_rounded
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.paired import moe_apply_paired
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import moe_apply_few
 
@@ -140,6 +141,9 @@ def moe_apply(
     launch = moe_apply_few
     if grouped:
         launch = moe_apply_rounded if rounded else moe_apply_many
+        sizes = plan.num_experts, plan.hidden_size, plan.intermediate_size
+        if is_paired(DTYPES[x.dtype], topk_ids.numel(), *sizes, rounded) and not (rounded and require_rounded(weights).inexact):
+            launch = moe_apply_paired
     return launch(x, weights, topk_weights, topk_ids, plan, out)
 
 
