@@ -11,7 +11,7 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --plot --readme 
 All implementations run in one process on the same random inputs. Each implementation arranges the weights of several layers, and
 the time of this preparation is reported. Calls rotate over the layers, each with its own tokens and router logits, so that the
 weights that a call reads are not in the L2 cache. Routing is uniform and independent. Before timing, each output is compared with
-the operator's definition in float32. The error of all rows together and the error of the worst row are limited. Baselines that are
+the operator's definition in float64. The error of all rows together and the error of the worst row are limited. Baselines that are
 not installed are reported as absent; ``--site`` names a folder with baselines that are installed elsewhere.
 `tokenspeed_kernel.workbench.benchmark.runner` describes how times are measured. Other processes compile this package's kernels
 ahead of the measurements. The floor is the roofline time: the time to read the selected experts' weights or the time of the
@@ -67,7 +67,7 @@ _BATCHES, _TOKEN_BYTES = 32, 1 << 30
 # If the implementations together keep more bytes than this, the weights of the last implementation are freed, and its rows report
 # the reason.
 _MOST_BYTES = 100 << 30
-# Largest allowed errors of an output against the float32 reference, by the dtype of activations. Rounding the activation function's
+# Largest allowed errors of an output against the float64 reference, by the dtype of activations. Rounding the activation function's
 # result and each slot's output to bfloat16 causes an error of 3e-3. With fp8 activations, a slightly different value may round to
 # the neighbouring fp8 value.
 LIMITS = {"none": Limits(1e-2, 3e-2), "fp8": Limits(4e-2, 1e-1)}
@@ -158,8 +158,8 @@ def _prepared(shape: Shape, who: Iterable[Implementation], layers: Sequence[Laye
 
 def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.device, effort: Effort) -> Iterator[Task]:
     """Yields one measurement task for each shape, model by model."""
-    if device.type == "cuda" and "ours" in {each.name for each in who}:
-        compile_ahead(shapes)
+    if device.type == "cuda":
+        compile_ahead(shapes, [each.name for each in who])
     for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
         of_group = list(group)
         layers = [Layer.drawn(of_group[0], device, seed) for seed in range(_LAYERS)]
@@ -168,11 +168,12 @@ def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.
         del layers, loaded  # frees their memory before the next model's layers are drawn
 
 
-def compile_ahead(shapes: Sequence[Shape]) -> None:
-    """Compiles our programs for these shapes in other processes. Programs with the widest tiles come first, because these take
-    longest to compile. A call waits until its programs are compiled.
+def compile_ahead(shapes: Sequence[Shape], names: Sequence[str]) -> None:
+    """Compiles this package's programs for these shapes in other processes. ``names``: the implementations, ``"ours"`` or those of
+    ``--tiles``. Programs with the widest tiles come first, because these take longest to compile. A call waits until its programs
+    are compiled.
     """
-    programs = dict.fromkeys(itertools.chain.from_iterable(map(programs_of, shapes)))
+    programs = dict.fromkeys(program for shape in shapes for name in names for program in programs_of(shape, name))
     ordered = sorted(programs, key=lambda each: -each[1].columns)
     jobs = max(1, len(os.sched_getaffinity(0)) // 2)  # the other cores launch kernels and compile Triton's kernels
     if cache_directory() is not None and jobs > 1:

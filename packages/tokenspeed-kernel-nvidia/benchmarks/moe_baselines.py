@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     CODES,
     FEW_ROUNDED_COLUMNS,
+    PAIRED,
     PARTS,
     PLAIN,
     VALUES,
@@ -38,7 +41,9 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     columns_for,
     inputs_for,
     is_few_rounded,
+    is_paired,
 )
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.paired import moe_apply_paired
 from tokenspeed_kernel_nvidia.sm90.moe.moe_apply import is_streamed
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of
@@ -93,23 +98,49 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
     return setup
 
 
-def programs_of(shape: Shape) -> list[tuple[Program[Any], Any]]:
+def programs_of(shape: Shape, name: str = "ours") -> list[tuple[Program[Any], Any]]:
     """Returns the programs with long compile times that a call of this package's kernel uses, for bfloat16 tokens and mxfp4 weights
     that float8_e5m2 represents exactly.
+
+    Args:
+        shape: the call.
+        name: ``"ours"``, or a name of `tiles`. Other implementations use none of this package's programs.
     """
     model, dtype, rounded = shape.model, "bfloat16", shape.activation_dtype == "fp8"
     pairs = shape.tokens * model.top_k
-    if model.weight_format != "mxfp4":
+    if model.weight_format != "mxfp4" or (name != "ours" and (_TILES.fullmatch(name) is None or not _suits(name, shape))):
         return []
-    if is_streamed(dtype, pairs, model.experts, rounded):
+    if name.startswith("few") or (name == "ours" and is_streamed(dtype, pairs, model.experts, rounded)):
         k = max(model.hidden, model.intermediate)
         return [(stream.stream_program, config_of(dtype, k, pairs / model.experts, rounded))]
-    inputs = inputs_for(dtype, pairs, model.experts)
-    if rounded:
-        inputs = (CODES if codes_for(pairs, model.experts) else VALUES,)
-    few = rounded and is_few_rounded(pairs, model.experts)
-    columns = FEW_ROUNDED_COLUMNS if few else columns_for(pairs, model.experts, inputs)
-    return [(grouped.gemm_program, Gemm(dtype, gated, columns, kind)) for gated in (True, False) for kind in inputs]
+    if name != "ours":
+        columns, inputs = _tile_of(name)
+    else:
+        inputs = inputs_for(dtype, pairs, model.experts)
+        if rounded:
+            inputs = (CODES if codes_for(pairs, model.experts) else VALUES,)
+        few = rounded and is_few_rounded(pairs, model.experts)
+        columns = FEW_ROUNDED_COLUMNS if few else columns_for(pairs, model.experts, inputs)
+    paired = name.endswith("p")
+    if name == "ours":
+        paired = is_paired(dtype, pairs, model.experts, model.hidden, model.intermediate, rounded)
+        columns = PAIRED[inputs[0]] if paired else columns
+    folded = name.endswith("f")
+    both = itertools.product((True, False), inputs)
+    return [(grouped.gemm_program, Gemm(dtype, gated, columns, kind, paired=paired, folded=folded)) for gated, kind in both]
+
+
+_TILES = re.compile(r"(\d+(v|sf?|c?p?|cf)|fewc?)")  # the names of `tiles`
+
+
+def _suits(name: str, shape: Shape) -> bool:
+    """Whether a name of `tiles` is for the dtype of a shape's activations."""
+    return (name == "fewc" or name.rstrip("pf")[-1] in "vc") == (shape.activation_dtype == "fp8")
+
+
+def _tile_of(name: str) -> tuple[int, tuple[str, ...]]:
+    """Returns the largest number of columns and the kinds of inputs of a name of `tiles`."""
+    return int(name.rstrip("vcspf")), ({"v": VALUES, "c": CODES, "s": PARTS}.get(name.rstrip("pf")[-1], PLAIN),)
 
 
 def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
@@ -117,17 +148,20 @@ def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
 
     Args:
         name: the largest number of columns of a tile, with a suffix. ``s``: 16-bit activations are split into two fp8 values.
-            ``v``: activations are fp8, with 16-bit MMAs on the quantised values. ``c``: activations and MMAs are fp8. The names
-            ``few`` and ``fewc`` stand for the streaming kernel.
+            ``v``: activations are fp8, with 16-bit MMAs on the quantised values. ``c``: activations and MMAs are fp8. ``p``, after
+            the others: two CTAs share columns (288p and 144cp). ``f``: weights are multiplied by their block scales before the MMAs
+            (40cf and 24sf). The names ``few`` and ``fewc`` stand for the streaming kernel.
         shape, layer: see the module's docstring.
     """
-    if shape.model.weight_format != "mxfp4" or (name[-1] in "vc") != (shape.activation_dtype == "fp8"):
+    if shape.model.weight_format != "mxfp4" or not _suits(name, shape):
         raise Unsupported("for mxfp4 weights, and activations of one dtype")
     prepared = mxfp4_layout.prepare_weights(layer.weights, layer.plan)
-    apply = functools.partial(stream.moe_apply_few, out=None)
-    if not name.startswith("few"):
-        kind = {"v": VALUES, "c": CODES, "s": PARTS}.get(name[-1], PLAIN)
-        apply = functools.partial(grouped.moe_apply_many, columns=int(name.rstrip("vcs")), inputs=(kind,))
+    apply: Callable[..., Any] = functools.partial(stream.moe_apply_few, out=None)
+    if name.endswith("p"):
+        apply = moe_apply_paired
+    elif not name.startswith("few"):
+        columns, inputs = _tile_of(name)
+        apply = functools.partial(grouped.moe_apply_many, columns=columns, inputs=inputs, folded=name.endswith("f"))
     return lambda batch: functools.partial(apply, batch.x, prepared, batch.topk_weights, batch.topk_ids, layer.plan)
 
 

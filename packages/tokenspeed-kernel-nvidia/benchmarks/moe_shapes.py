@@ -198,10 +198,13 @@ def router_logits(draw: Draw, tokens: int, model: Model) -> Tensor:
 
 
 def expected(batch: Batch, layer: Layer) -> Tensor:
-    """Computes the expected output by the operator's definition, before rounding to bfloat16: float32 ``[tokens, hidden]``."""
+    """Computes the expected output by the operator's definition in float64, without rounding it: float64 ``[tokens, hidden]``.
+
+    fp8 activations are those of the definition: the scale of a row is float32.
+    """
     arguments = batch.arguments(layer)
-    # The definition rounds the result to x's dtype. So x is converted to float32, which represents x exactly.
-    result = get_operator(Shape.operator).reference(*{**arguments, "x": arguments["x"].float()}.values())
+    # The definition rounds the result to x's dtype. So x is converted to float64, which represents x exactly.
+    result = get_operator(Shape.operator).reference(*{**arguments, "x": arguments["x"].double()}.values())
     assert isinstance(result, Tensor)
     return result
 

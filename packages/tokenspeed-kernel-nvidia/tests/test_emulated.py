@@ -29,6 +29,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode import launch as decode
 from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
 from tokenspeed_kernel_nvidia.sm90.moe import moe_apply
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
+from tokenspeed_kernel_nvidia.sm90.moe.grouped import paired
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import FEW_ROUNDED_COLUMNS
 
 from . import oracle
@@ -259,6 +260,25 @@ def test_experts_with_fp8_activations(columns: int | None) -> None:
         for _ in range(2):
             wanted = layer.wanted(x, weights, ids)
             x = grouped.moe_apply_rounded(x, layer.prepared, weights, ids, layer.plan, columns=columns)
+            assert (x.float() - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("activation_dtype", "hidden"), [("none", 128), ("fp8", 160)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_experts_whose_ctas_share_columns(activation_dtype: str, hidden: int, seed: int) -> None:
+    """Calls the grouped kernel whose clusters share columns, which no small case uses. In the first GEMM, one CTA of a cluster has
+    no weights. In the second, the other CTA's last panel is missing. A token and an expert have no pairs. Calls may overlap.
+    """
+    layer = RandomLayer(torch.device("cpu"), 4, 2, hidden, 192, activation_dtype=activation_dtype, **GPT_OSS)
+    x, weights, ids = layer.tokens(9)
+    ids[4], ids[ids == 0] = -1, 3
+    with emulated_sm90(seed=seed):
+        for _ in range(2):
+            wanted = layer.wanted(x, weights, ids)
+            x = paired.moe_apply_paired(x, layer.prepared, weights, ids, layer.plan)
+            if activation_dtype == "none":
+                compare(x, wanted)
             assert (x.float() - wanted).norm() <= 2e-2 * wanted.norm()
 
 

@@ -112,6 +112,27 @@ def test_ids_below_zero_and_any_number_of_tokens(tokens: int) -> None:
     assert "at most 2^-21 of its largest" in str(explained)
 
 
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("spread", [False, True])
+def test_fp8_activations_at_every_number_of_tokens(spread: bool) -> None:
+    """Tests that the plan's kernel is selected for `moe_apply`, and that `moe_topk_apply` calls it through its parts. ``spread``:
+    float8_e5m2 does not represent some weights exactly."""
+    layer = RandomLayer(torch.device("cpu"), 8, 2, 64, 96, activation_dtype="fp8", **GPT_OSS)
+    with use_platform(named_platform("sm_90")):
+        plan = _plan(None, activation_dtype="fp8", **GPT_OSS)
+        if spread:
+            layer.spread_scales([1])
+        weights = tokenspeed_kernel.moe_apply.prepare(layer.given, plan)
+        for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192):
+            x, topk_weights, ids = layer.tokens(tokens)
+            chosen = tokenspeed_kernel.moe_apply.explain(x, weights, topk_weights, ids, plan).chosen
+            assert chosen is not None
+            assert chosen.name == OURS + "_fp8"
+            composed = tokenspeed_kernel.moe_topk_apply.explain(x, torch.zeros(tokens, 8), weights, plan).chosen
+            assert composed is not None
+            assert composed.name == "composed_moe_topk_apply"
+
+
 # -- on the device -------------------------------------------------------------------------------------------------------------
 
 

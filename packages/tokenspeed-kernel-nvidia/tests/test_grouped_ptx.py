@@ -28,6 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     FEW_ROUNDED_COLUMNS,
     FEWEST_COLUMNS,
     FITTED,
+    GROUP,
     MANY_COLUMNS,
     MOST_COLUMNS,
     PARTS,
@@ -44,6 +45,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     Schedule,
     most_tiles,
 )
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.paired import rows_of
 
 from .experts import GPT_OSS, RandomLayer, compare
 from .test_grouped import COLUMNS, tiles_of
@@ -73,6 +75,7 @@ class Launches:
         self.layer, self.plan, self.columns = layer, layer.plan, columns
         self.x, self.weights, self.ids = call
         self.seed = seed + 1
+        self.group = 1  # each expert's pairs begin at a multiple of this number
         self.memory = Memory(1 << 25)
         tokens, pairs = len(self.x), self.ids.numel()
         tiles = most_tiles(pairs, self.plan.num_experts, columns)
@@ -90,7 +93,7 @@ class Launches:
         top_k = self.plan.top_k
         ids = self.memory.put(bytes_of(self.ids))
         addresses = [self.sources, self.positions, self.tiles, self.tile_count]
-        given = [ids, top_k, 1, self.ids.numel(), top_k, self.plan.num_experts, self.columns, *addresses]
+        given = [ids, top_k, 1, self.ids.numel(), top_k, self.plan.num_experts, self.columns, self.group, *addresses]
         self.launch(grouped.schedule_program, Schedule(ctas), given, 1024, ctas, cluster=ctas)
 
     def gemms(self, *inputs: str) -> int:
@@ -180,7 +183,8 @@ def some_experts(ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("columns", "ctas"), [*((columns, 1) for columns in COLUMNS), (FEWEST_COLUMNS, SORTING_CTAS)])
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(3, 1, 300), (33, 4, 50), (384, 8, 20), (2, 2, 1), (33, 4, 700)])
-def test_schedule(experts: int, top_k: int, tokens: int, columns: int, ctas: int) -> None:
+@pytest.mark.parametrize("group", [1, GROUP])
+def test_schedule(experts: int, top_k: int, tokens: int, columns: int, ctas: int, group: int) -> None:
     layer = RandomLayer(CPU, experts, top_k, 32, 32)
     x, weights, ids = layer.tokens(tokens)
     if tokens == 300:  # at both tile widths, the last pairs of some experts are too few for a separate tile
@@ -188,28 +192,30 @@ def test_schedule(experts: int, top_k: int, tokens: int, columns: int, ctas: int
     elif tokens > 1:
         ids = some_experts(ids)
     call = Launches(layer, columns, (x, weights, ids), seed=tokens)
+    call.group, call.sources = group, call.room(4 * rows_of(ids.numel(), experts))
     call.schedule(ctas)
 
     flat = ids.flatten()
-    order = [pair for expert in range(experts) for pair in (flat == expert).nonzero().flatten().tolist()]
-    sources = call.memory.get(call.sources, np.int32, flat.numel())
-    assert sources[: len(order)].tolist() == [pair // top_k for pair in order]
+    counts = [int((flat == expert).sum()) for expert in range(experts)]
+    begins = np.cumsum([0, *(-(-count // group) * group for count in counts)])
+    sources = call.memory.get(call.sources, np.int32, int(begins[-1]))
     positions = call.memory.get(call.positions, np.int32, flat.numel())
-    assert positions[order].tolist() == [*range(len(order))]
+    for expert, begin, size in zip(range(experts), begins, counts, strict=False):
+        of_expert = (flat == expert).nonzero().flatten().tolist()
+        assert sources[begin : begin + size].tolist() == [pair // top_k for pair in of_expert]
+        assert positions[of_expert].tolist() == [*range(begin, begin + size)]
     assert (positions[(flat < 0).numpy()] == -1).all()
 
     count = int(call.memory.get(call.tile_count, np.int32, 1)[0])
     tiles = call.memory.get(call.tiles, np.int32, count, 4)[:, :3].tolist()
-    counts = [int((flat == expert).sum()) for expert in range(experts)]
     # An expert's last two tiles share their pairs evenly and are adjacent. So a slightly shorter tile may precede a longer tile.
     assert sorted(size for _, _, size in tiles) == sorted(tiles_of(counts, columns))
-    begins = np.cumsum([0, *counts])
     for expert in range(experts):
         at = begins[expert]
         for first, size in sorted((first, size) for of, first, size in tiles if of == expert):
             assert first == at
             at += size
-        assert at == begins[expert + 1]
+        assert at == begins[expert] + counts[expert]
     assert all(size <= before + 15 for (_, _, before), (_, _, size) in itertools.pairwise(tiles))
 
 

@@ -27,8 +27,9 @@ from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import LAYOUT
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import prepare_weights, require_rounded
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, inputs_for
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, inputs_for, is_paired
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.launch import moe_apply_many, moe_apply_rounded
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.paired import moe_apply_paired
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import moe_apply_few
 
@@ -41,10 +42,10 @@ _FEW = 16  # the largest mean number of pairs per expert for `stream`; so many p
 # expert), 508 and 447 for 128, 501 and 453 for 256.
 _FEW_BESIDE_SPLIT = 3
 _FEW_IN_ALL = 384
-# With fp8 activations, `stream` is used up to this mean number of pairs per expert. Few experts then have more pairs than an entry
-# of `stream` holds. With `stream`, the same layer takes 342 us for 64 tokens (2 pairs per expert), and 466 us for 256 tokens (8
-# pairs). In another run, without the router, `grouped` took 432 us for 256 tokens.
-_FEW_ROUNDED = 8
+# With fp8 activations, `stream` is used up to this mean number of pairs per expert. The same layer took 342 us for 64 tokens (2
+# pairs per expert) with `stream`, and 466 us for 256 tokens (8 pairs), router included. In another run, without the router,
+# `grouped` took 432 us for 256 tokens. Means between 2 and 8 are unmeasured, so this bound is a guess.
+_FEW_ROUNDED = 4
 
 
 def is_streamed(dtype: str, pairs: int, experts: int, rounded: bool = False) -> bool:
@@ -140,6 +141,9 @@ def moe_apply(
     launch = moe_apply_few
     if grouped:
         launch = moe_apply_rounded if rounded else moe_apply_many
+        sizes = plan.num_experts, plan.hidden_size, plan.intermediate_size
+        if is_paired(DTYPES[x.dtype], topk_ids.numel(), *sizes, rounded) and not (rounded and require_rounded(weights).inexact):
+            launch = moe_apply_paired
     return launch(x, weights, topk_weights, topk_ids, plan, out)
 
 

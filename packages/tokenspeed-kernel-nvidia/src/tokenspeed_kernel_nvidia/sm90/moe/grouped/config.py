@@ -7,6 +7,7 @@ A *pair* is a (token, slot) combination with an expert. A *column* is the row of
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ OTHER_BYTES = 1024  # shared memory for barriers
 MAX_EXPERTS = 384
 SORTING_CTAS = 8  # CTAs of the cluster that sorts many pairs
 MAX_TOP_K = 8
+PAIR = 2  # CTAs of a cluster, if two CTAs share columns (`Gemm.paired`)
+GROUP = 8  # columns that the swizzle permutes together; if columns are shared, each expert's columns begin at a multiple of this
 ROUNDED_TOGETHER = 16  # elements of a row that a thread converts at once
 RECORD = 4  # int32 fields of a tile's record in the schedule
 
@@ -99,6 +102,10 @@ SUPPORTED = {
     PARTS: (SPLIT_COLUMNS,),
     VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
+FOLDED = {CODES: FEW_ROUNDED_COLUMNS, PARTS: SPLIT_COLUMNS}  # the tile of each kind of inputs for which `Gemm.folded` exists
+# The tile of each kind of inputs for which two CTAs can share columns.
+PAIRED = {PLAIN: MOST_COLUMNS, CODES: ROUNDED_COLUMNS}
+_PAIRED_PAIRS = dict.fromkeys(PAIRED, math.inf)  # above this mean of pairs per expert, two CTAs share columns; unmeasured, so never
 _SORTED_ALONE = 2048  # maximum number of pairs that one CTA sorts alone
 # The largest mean number of pairs per expert for which `PARTS` is used. A layer of GPT-OSS-120B on an H200, with `PARTS` and
 # without it: 447 and 517 us for 128 tokens, 453 and 493 for 256, 506 and 594 for 384, 597 and 635 for 512 (16 pairs per expert).
@@ -136,6 +143,11 @@ class Gemm:
         wide: whether results are stored as float32, because they may exceed float16's range.
         repairs: whether the GEMM recomputes only the tiles that have a column which `PARTS` cannot represent. A negative scale
             marks such a column.
+        paired: whether the two CTAs of a cluster compute the same tile of columns, for neighbouring tiles of weights. Each CTA then
+            loads half of the columns and multicasts them to both, so L2 is read half as often. The columns are packed, see
+            `packing_device`.
+        folded: for `CODES` and `PARTS` with several panels, whether weights are multiplied by their block scales before the MMAs.
+            This requires that float8_e5m2 represents all weights exactly. Otherwise, block scales multiply the partial sums.
     """
 
     dtype: str
@@ -144,6 +156,8 @@ class Gemm:
     inputs: str = PLAIN
     wide: bool = False
     repairs: bool = False
+    paired: bool = False
+    folded: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -159,6 +173,16 @@ class Gemm:
     def bytewise(self) -> bool:
         """Whether the kernel uses fp8 MMAs."""
         return self.inputs in (CODES, PARTS)
+
+    @property
+    def ctas(self) -> int:
+        """The number of CTAs of a cluster."""
+        return PAIR if self.paired else 1
+
+    @property
+    def stores_packed(self) -> bool:
+        """Whether results are stored as the packed columns of the second GEMM."""
+        return self.paired and self.gated and self.inputs == PLAIN
 
     @property
     def slots(self) -> int:
@@ -286,12 +310,14 @@ class Rounding:
             (PDL). This requires that the preceding kernel does not write the rows. That kernel must also have waited for all
             earlier kernels before it triggered this kernel.
         wide: whether the rows to convert are float32.
+        packed: whether the results are packed columns, see `packing_device`. ``result`` is then `CODES`, or `PLAIN` for a copy.
     """
 
     dtype: str
     result: str
     early: bool = False
     wide: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -338,6 +364,20 @@ def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) ->
     return MOST_COLUMNS if widest and pairs > _MANY_PAIRS * experts else MANY_COLUMNS
 
 
+def is_paired(dtype: str, pairs: int, experts: int, hidden: int, intermediate: int, rounded: bool) -> bool:
+    """Returns whether a call uses GEMMs in which two CTAs share columns. ``rounded``: whether activations are fp8."""
+    kind = CODES if rounded else PLAIN
+    return pairs > _PAIRED_PAIRS[kind] * experts and can_pair(dtype, hidden, intermediate, rounded)
+
+
+def can_pair(dtype: str, hidden: int, intermediate: int, rounded: bool) -> bool:
+    """Returns whether two CTAs can share columns (`Gemm.paired`). ``rounded``: whether activations are fp8.
+
+    16-bit columns must be whole panels of 64 elements: the first GEMM does not store the zeros that would pad them.
+    """
+    return dtype == "bfloat16" and (rounded or (hidden % BLOCK == 0 and intermediate % BLOCK == 0))
+
+
 def sorting_ctas(pairs: int) -> int:
     """Returns the number of CTAs that sort a number of (token, slot) pairs by expert."""
     return 1 if pairs <= _SORTED_ALONE else SORTING_CTAS
@@ -363,8 +403,10 @@ def every_gemm() -> list[Gemm]:
     """Returns all GEMM configurations."""
     every = itertools.product(DTYPES.values(), (True, False), SUPPORTED, (False, True))
     products = [Gemm(dtype, gated, columns, kind, wide) for dtype, gated, kind, wide in every for columns in SUPPORTED[kind]]
-    repairs = [repair_of("bfloat16", gated) for gated in (True, False)]
-    return [product for product in products if _is_supported(product)] + repairs
+    others = [repair_of("bfloat16", gated) for gated in (True, False)]
+    others += [Gemm("bfloat16", gated, columns, kind, paired=True) for kind, columns in PAIRED.items() for gated in (True, False)]
+    others += [Gemm("bfloat16", gated, columns, kind, folded=True) for kind, columns in FOLDED.items() for gated in (True, False)]
+    return [product for product in products if _is_supported(product)] + others
 
 
 def repair_of(dtype: str, gated: bool) -> Gemm:
@@ -389,7 +431,8 @@ def every_rounding() -> list[Rounding]:
     """Returns all configurations of the kernel that converts a GEMM's input rows."""
     every = [Rounding(dtype, result, early) for dtype in DTYPES.values() for result in (CODES, VALUES) for early in (False, True)]
     every += [Rounding("float16", result, wide=True) for result in (CODES, VALUES, FITTED)]
-    return every + [Rounding("bfloat16", PARTS, early) for early in (False, True)]
+    every += [Rounding("bfloat16", PARTS, early) for early in (False, True)]
+    return every + [Rounding("bfloat16", kind, packed=True) for kind in PAIRED]
 
 
 def every_combine() -> list[Combine]:

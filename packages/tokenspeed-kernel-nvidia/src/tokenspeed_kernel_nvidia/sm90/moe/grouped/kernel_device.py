@@ -73,8 +73,9 @@ class GroupedGemm(Loader, Consumers):
             weights, strips, rows.shape[1], rows.iterator.toint(), rows.stride[0], rows.shape[0], row_scales, exact, sources, tiles,
             tile_count, out.iterator.toint(), out.stride[0], alpha, limit, beta,
         )  # fmt: skip
+        cluster = {"cluster": (self.config.ctas, 1, 1)} if self.config.paired else {}
         self.kernel(call).launch(
-            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
+            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1, **cluster
         )
 
     @cute.kernel
@@ -88,12 +89,16 @@ class GroupedGemm(Loader, Consumers):
                 for stage in cutlass.range_constexpr(c.weight_stages):
                     weight_pipe.init(stage, c.warps)
                 for stage in cutlass.range_constexpr(c.column_stages):
-                    column_pipe.full.init(stage, 32 * COLUMN_WARPS)
-                    column_pipe.empty.init(stage, c.warps)
+                    column_pipe.full.init(stage, 1 if c.paired else 32 * COLUMN_WARPS)
+                    column_pipe.empty.init(stage, c.ctas * c.warps)
                 if const_expr(c.repairs):
                     storage.scales.data_ptr()[0] = Float32(0.0)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if const_expr(c.paired):  # the barriers of both CTAs must be initialised before either CTA multicasts
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         # Nothing above depends on the preceding kernel (PDL). When the second GEMM begins, the first GEMM has already waited for
         # the schedule. So the second GEMM waits only before it reads columns and their scales. Loads of the second GEMM's weights
         # start earlier.
@@ -105,6 +110,10 @@ class GroupedGemm(Loader, Consumers):
                 self.work(call, storage, warp)
         else:
             self.work(call, storage, warp)
+        if const_expr(c.paired):
+            # Shared memory must stay valid until the other CTA has arrived on this CTA's empty barriers for the last time.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.jit
     def work(self, call: Call, storage: Any, warp: Int32):
@@ -117,7 +126,11 @@ class GroupedGemm(Loader, Consumers):
             else:
                 if const_expr(not c.gated):
                     cute.arch.griddepcontrol_wait()
-                self.load_columns(call, storage, warp - 1)
+                if const_expr(c.paired):
+                    if warp == 1:
+                        self.load_packed_columns(call, storage)
+                else:
+                    self.load_columns(call, storage, warp - 1)
         else:
             cute.arch.setmaxregister_increase(c.tile.registers)
             # The MMA warps also read the columns' scales, which the preceding kernel writes along with the columns.

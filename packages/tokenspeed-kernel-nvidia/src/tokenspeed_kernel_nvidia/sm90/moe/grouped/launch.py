@@ -70,7 +70,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 _ROUNDED_BYTES = {PLAIN: 2, CODES: 1, VALUES: 2, PARTS: 2}  # bytes of a converted element; `PLAIN` is converted only to `FITTED`
-_ALIGNED = 256  # alignment in bytes of each part of `_Memory`
+_ALIGNED = 256  # alignment in bytes of each part of `Memory`
 
 
 @program(arch=ARCH, configs=every_schedule)
@@ -96,8 +96,10 @@ def combine_program(config: Combine) -> tuple[Any, tuple[Any, ...]]:
 
 @program(arch=ARCH, configs=every_rounding)
 def rounding_program(config: Rounding) -> tuple[Any, tuple[Any, ...]]:
-    from tokenspeed_kernel_nvidia.sm90.moe.grouped import rounding_device
+    from tokenspeed_kernel_nvidia.sm90.moe.grouped import packing_device, rounding_device
 
+    if config.packed:
+        return packing_device.PackRows(config), packing_device.fake_arguments(config)
     return rounding_device.host(config), rounding_device.fake_arguments(config)
 
 
@@ -123,8 +125,9 @@ class _Programs(NamedTuple):
 
 
 @functools.cache
-def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide: bool, device: int) -> _Programs:
-    """Returns the kernels of a call. ``wide``: whether the results of the activation function may exceed the range of ``dtype``."""
+def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide: bool, folded: bool, device: int) -> _Programs:
+    """Returns the kernels of a call. ``wide``: whether the results of the activation function may exceed the range of ``dtype``.
+    ``folded``: see `Gemm`."""
     name = DTYPES[dtype]
     rounding: list[tuple[Launch | None, Launch | None]] = []
     gemms: list[tuple[Launch, Launch]] = []
@@ -139,7 +142,8 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
         elif wide:
             second, gemm_input = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
         rounding.append((first, second))
-        w13, w2 = Gemm(name, True, columns, kind, wide), Gemm(name, False, columns, gemm_input, Combine(name).wide)
+        w13 = Gemm(name, True, columns, kind, wide, folded=folded)
+        w2 = Gemm(name, False, columns, gemm_input, Combine(name).wide, folded=folded)
         gemms.append((gemm_program(w13), gemm_program(w2)))
     return _Programs(
         {ctas: schedule_program(Schedule(ctas)) for ctas in (1, SORTING_CTAS)},
@@ -151,7 +155,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
     )
 
 
-class _Memory:
+class Memory:
     """The buffers between the kernels of a single call: parts of one allocation, numbered from 0."""
 
     def __init__(self, device: torch.device, lengths: list[int]) -> None:
@@ -179,6 +183,7 @@ def moe_apply_many(
     columns: int | None = None,
     inputs: tuple[str, ...] | None = None,
     exact: Tensor | None = None,
+    folded: bool = False,
 ) -> Tensor:
     """Runs `moe_apply` on checked arguments, with weights in the layout of `mxfp4.layout`.
 
@@ -191,6 +196,7 @@ def moe_apply_many(
             other cases, None chooses by the number of pairs.
         exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for experts that the `VALUES` GEMMs compute;
             None if ``inputs`` has only one kind.
+        folded: see `Gemm`; for the tiles of `FOLDED`.
     """
     tokens, hidden = x.shape
     pairs, experts, between = tokens * plan.top_k, plan.num_experts, plan.intermediate_size
@@ -206,7 +212,7 @@ def moe_apply_many(
     columns = columns or columns_for(pairs, experts, inputs)
     if wide:
         columns = min(columns, MANY_COLUMNS)  # `VALUES` have no wider tile
-    programs = _programs_of(x.dtype, columns, inputs, wide, x.get_device())
+    programs = _programs_of(x.dtype, columns, inputs, wide, folded, x.get_device())
     tiles = most_tiles(pairs, experts, columns)
     # Bytes of the buffers for converted rows, one buffer for each kind of inputs. Both GEMMs use the same buffers.
     most = max(tokens * hidden, pairs * between)
@@ -215,14 +221,14 @@ def moe_apply_many(
     lengths = [pairs * between * activated_as.itemsize, pairs * hidden * results_as.itemsize]
     lengths += [pairs * 4, pairs * 4, tiles * RECORD * 4, 4, pairs * 4]
     needed = [most * _ROUNDED_BYTES[kind] if kind != PLAIN or wide else 0 for kind in inputs]
-    memory = _Memory(x.device, lengths + needed)
+    memory = Memory(x.device, lengths + needed)
     activated, results = memory.rows(0, activated_as, pairs, between), memory.rows(1, results_as, pairs, hidden)
     sources, positions, tiles_at, tile_count, scales = (memory.at(part) for part in range(2, 7))
     limit = math.inf if plan.limit is None else plan.limit
     swiglu = plan.alpha, limit, plan.beta
     schedule = sources, tiles_at, tile_count
     given = aligned(x)  # a copy must precede the schedule kernel: the first conversion overlaps the kernel before it
-    programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts, columns)
+    programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts, columns, 1)
     exact_at = 0 if exact is None else exact.data_ptr()
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
     for second, (rows, result, weight, features) in enumerate(

@@ -14,8 +14,8 @@ from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import advance, first_to_fill
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_int, opt_barrier
-from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES, COLUMN_WARPS
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, bulk_load_to_pair
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES, COLUMN_WARPS, GROUP, PAIR
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes
 
 CHUNK_BYTES = 16  # bytes that one lane copies by one cp.async
@@ -41,6 +41,8 @@ class Loader(Shapes):
             item = self.read_item(call, index)
             panel = item.strip // PANEL_STRIPS
             panels = cutlass.min(call.panels - panel, c.panels_of_rows)
+            if const_expr(c.paired):
+                panels = cutlass.max(panels, 0)  # of an odd number of tiles, the last CTA has none
             source = call.weights + (Int64(item.expert) * call.panels + panel + lane) * panel_bytes
             # A panel's head is copied with its first blocks.
             head = Int32(PANEL_HEAD_BYTES)
@@ -104,6 +106,39 @@ class Loader(Shapes):
                     source += COLUMN_BYTES
                     left -= c.panel_k
                 cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full.of(at))
+                at = advance(at, c.column_stages)
+            index = items.next(index)
+
+    @cute.jit
+    def load_packed_columns(self, call: Call, storage: Any):
+        """Copies half of the columns of each work item into the rings of columns of both CTAs of the cluster; the other CTA copies
+        the other half. One warp does this.
+
+        In a panel of packed columns, consecutive columns are adjacent and already swizzled. So a bulk copy moves many columns.
+        """
+        c = self.config
+        pipe = self.column_pipe(storage)
+        begin = storage.columns.data_ptr().toint()
+        stages = (call.k + (c.panel_k - 1)) // c.panel_k
+        index, items = self.items(call)
+        at = first_to_fill()
+        while items.has(index):
+            item = self.read_item(call, index)
+            groups = (item.count + (GROUP - 1)) // GROUP
+            half = (groups + 1) // PAIR
+            first, mine = Int32(0), half
+            if self.rank() == 1:
+                first, mine = half, groups - half
+            offset = first * (GROUP * COLUMN_BYTES)
+            source = call.rows + Int64(item.first) * COLUMN_BYTES + offset
+            for _ in cutlass.range(stages if item.count > 0 else 0, unroll=1):
+                pipe.acquire(at)
+                if cute.arch.lane_idx() == 0:
+                    pipe.commit(at, groups * (GROUP * COLUMN_BYTES))
+                    if mine > 0:
+                        to = begin + at.stage * c.column_bytes + offset
+                        bulk_load_to_pair(to, source, mine * (GROUP * COLUMN_BYTES), pipe.full.of(at).toint())
+                source += Int64(call.count) * COLUMN_BYTES
                 at = advance(at, c.column_stages)
             index = items.next(index)
 

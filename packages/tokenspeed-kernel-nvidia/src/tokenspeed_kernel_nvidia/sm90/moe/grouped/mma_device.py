@@ -37,11 +37,13 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
 )
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CHUNK
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.packing_device import CHUNKS, packed_offset
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.panel_device import PanelMainloop
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.rounding_device import at_least
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.warp_device import WarpMainloop
 
+NUMBERS = 8  # 16-bit results that a thread stores at once
 WORDS = 4  # number of 32-bit words of e2m1 values that a lane holds of a strip's k block
 STORE = 1  # the first of the MMA warpgroups' named barriers: each orders a warpgroup's writes and reads of shared memory
 
@@ -198,18 +200,18 @@ class Consumers(WarpMainloop, PanelMainloop):
             )
             self.multiply_k_step(storage, mma, acc, right, left[1], columns, ready, False)
             warpgroup.wait_group(1)
-            self.column_pipe(storage).release(before)
+            self.release_columns(storage, before)
         else:
             self.multiply_k_step(storage, mma, acc, right, left[0], columns, ready, c.promoted)
             if const_expr(not c.promoted):
                 warpgroup.wait_group(1)
                 if pairs > 0:
-                    self.column_pipe(storage).release(before)
+                    self.release_columns(storage, before)
         if const_expr(c.promoted):
             self.add_sums(storage, acc, totals, columns)
         else:
             warpgroup.wait_group(0)
-            self.column_pipe(storage).release(columns)
+            self.release_columns(storage, columns)
         return weights, advance(columns, c.column_stages)
 
     @cute.jit
@@ -290,7 +292,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         if const_expr(not fresh):
             warpgroup.wait_group(1)  # the previous k step is done
             if not first:
-                self.column_pipe(storage).release(before)
+                self.release_columns(storage, before)
         self.decode_words(call, words, following, 0, WORDS * c.k_step)
         weights, words = self.next_k_step(call, storage, weights, words, weights_ready, slot, lane, k_steps - 2)
         return weights, columns, next_columns, words, ready
@@ -299,7 +301,7 @@ class Consumers(WarpMainloop, PanelMainloop):
     def add_sums(self, storage: Any, acc: list, totals: list, columns: Cursor):
         """Waits for all wgmmas, releases the stage ``columns``, and adds the accumulators to ``totals`` (see `Gemm.promoted`)."""
         warpgroup.wait_group(0)
-        self.column_pipe(storage).release(columns)
+        self.release_columns(storage, columns)
         for sums, all_sums in zip(acc, totals, strict=True):
             for at in cutlass.range_constexpr(cute.size(sums)):
                 all_sums[at] += sums[at]
@@ -396,7 +398,7 @@ class Consumers(WarpMainloop, PanelMainloop):
                 scale = Float32(0.0)
                 if thread + turn * 128 < item.count:
                     row = item.first + thread + turn * 128
-                    if const_expr(self.config.gated):
+                    if const_expr(self.config.gated and not self.config.paired):
                         row = load_int(call.sources + Int64(row) * 4, False)
                     scale = load_floats("global", call.row_scales + Int64(row) * 4, 1)
                 scales.append(scale)
@@ -590,7 +592,11 @@ class Consumers(WarpMainloop, PanelMainloop):
         ``inside`` is true (the result has these features).
         """
         if inside and column < item.count:
-            at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 2
+            row = item.first + column
+            at = call.out + (Int64(row) * call.out_stride + feature) * 2
+            if const_expr(self.config.stores_packed):
+                chunk = feature // NUMBERS
+                at = call.out + packed_offset(chunk // CHUNKS, row, chunk % CHUNKS, call.count)
             store_words(at, load_words("shared", smem_at, 4))
 
     @cute.jit

@@ -128,22 +128,14 @@ class RoundRows:
             words = cute.make_rmem_tensor((self.words,), Uint32)
             self.read(given, group, words)
             largest = self.largest_of(words, largest)
-        for shift in cutlass.range_constexpr(5):
-            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << shift))
-        shared = storage.largest.data_ptr()
-        if thread % 32 == 0:
-            shared[thread // 32] = largest
-        cute.arch.sync_threads()
-        for warp in cutlass.range_constexpr(WARPS):
-            largest = cutlass.max(largest, shared[warp])
-        amax = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[largest])
+        amax = self.amax_of_row(storage.largest.data_ptr(), thread, largest)
         scale = Float32(0.0)
         if const_expr(self.config.result == PARTS):
             scale = power_below(amax, 7)
         elif const_expr(self.config.result == FITTED):
             scale = power_below(amax, 14)
         else:
-            scale = at_least(divided(amax, Float32(LARGEST)), Float32(SMALLEST_NORMAL))
+            scale = scale_of(amax)
         small = Int32(0)  # elements that `PARTS` cannot represent
         for turn in cutlass.range_constexpr(KEPT):
             group = turn * THREADS + thread
@@ -193,6 +185,24 @@ class RoundRows:
         return largest
 
     @cute.jit
+    def amax_of_row(self, maxima: cute.Pointer, thread: Int32, largest: Uint32) -> Float32:
+        """Returns the row's amax. All threads of the CTA call this method.
+
+        Args:
+            maxima: an element of shared memory for each warp.
+            thread: the index of the thread.
+            largest: the float32 bit pattern of the amax of the thread's elements.
+        """
+        for shift in cutlass.range_constexpr(5):
+            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << shift))
+        if thread % 32 == 0:
+            maxima[thread // 32] = largest
+        cute.arch.sync_threads()
+        for warp in cutlass.range_constexpr(WARPS):
+            largest = cutlass.max(largest, maxima[warp])
+        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[largest])
+
+    @cute.jit
     def write(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
         """Converts a group of elements and stores it. Returns the number of its elements that `PARTS` cannot represent; 0 for other
         kinds of inputs.
@@ -237,17 +247,18 @@ class RoundRows:
         `decode_e5m2`. 16-bit values (`VALUES`) keep the order of the elements.
         """
         at = Int64(row) * rows.result_stride + group * ROUNDED_TOGETHER
-        numbers = self.scaled(words, scale)
-        codes = []
-        for lane in cutlass.range_constexpr(4):
-            first = 2 * lane
-            codes.append(pack_fp8(numbers[first], numbers[first + 8], numbers[first + 1], numbers[first + 9]))
+        codes = self.codes_of(words, scale)
         if const_expr(self.config.result == CODES):
             store_words(rows.result + at, codes)
         else:
             values = [self.values(code) for code in codes]
             for half in cutlass.range_constexpr(2):
                 store_words(rows.result + 2 * at + 16 * half, [value[half] for value in values])
+
+    def codes_of(self, words: cute.Tensor, scale: Float32) -> list:
+        """Returns a group of elements as four words of fp8 values, permuted like the fp8 MMAs' A operand."""
+        numbers = self.scaled(words, scale)
+        return [pack_fp8(*(numbers[2 * lane + place] for place in (0, 8, 1, 9))) for lane in range(4)]
 
     def values(self, codes: Uint32) -> Any:
         """Converts a word of four fp8 values to two words of 16-bit values: the first and third value, then the second and
@@ -264,6 +275,11 @@ class RoundRows:
             narrow = ""
         code = "{ .reg .b32 a, b; .reg .b16 low, high, h, l; .reg .f32 x, y; mov.b32 {low, high}, {$r0};" + wide + narrow + " }"
         return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[codes])
+
+
+def scale_of(amax: Float32) -> Float32:
+    """Returns the scale of a row of fp8 activations, as `quantize_fp8` defines it."""
+    return at_least(divided(amax, Float32(LARGEST)), Float32(SMALLEST_NORMAL))
 
 
 def divided(x: Float32, y: Float32) -> Float32:

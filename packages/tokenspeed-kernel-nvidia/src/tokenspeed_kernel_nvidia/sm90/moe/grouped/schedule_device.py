@@ -36,7 +36,7 @@ def host(config: Schedule) -> Any:
 def fake_arguments(config: Schedule) -> tuple[Any, ...]:
     """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     ids = arguments.ints(arguments.size(), arguments.size(), contiguous=False)
-    return ids, *(Int64(0) for _ in range(4)), Int32(0), Int32(0), arguments.stream()
+    return ids, *(Int64(0) for _ in range(4)), *(Int32(0) for _ in range(3)), arguments.stream()
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Pairs:
         count: number of pairs, ``tokens * top_k``.
         top_k, experts: number of slots of a token, and number of experts.
         columns: the maximum number of pairs of a tile.
+        group: each expert's pairs begin at a multiple of this number in the sorted order. With a number above 1, the order has
+            gaps, which have indices too.
         sources: int32 ``[pairs]``, receives the token of each pair, in the sorted order of the pairs.
         positions: int32 ``[tokens, top_k]``, receives the index of each pair in the sorted order, -1 for pairs without an expert.
         tiles: int32 ``[tiles, RECORD]``, receives a record of each tile: its expert, the index of its first pair in the sorted
@@ -62,6 +64,7 @@ class Pairs:
     top_k: Int32
     experts: Int32
     columns: Int32
+    group: Int32
     sources: Int64
     positions: Int64
     tiles: Int64
@@ -101,6 +104,7 @@ class SchedulePairs:
         tile_count: Int64,
         experts: Int32,
         columns: Int32,
+        group: Int32,
         stream: cuda.CUstream,
     ):
         tokens, top_k = ids.shape
@@ -112,6 +116,7 @@ class SchedulePairs:
             top_k,
             experts,
             columns,
+            group,
             sources,
             positions,
             tiles,
@@ -238,7 +243,8 @@ class SchedulePairs:
             parts = Int32(2)
             rest = (left + (columns + 15)) // 16 * 8
         full = tiles - parts
-        pairs_end, full_end = warp_prefix_sum(count, lane), warp_prefix_sum(full, lane)
+        room = (count + (pairs.group - 1)) // pairs.group * pairs.group
+        pairs_end, full_end = warp_prefix_sum(room, lane), warp_prefix_sum(full, lane)
         if lane == 31:
             pair_sums[warp] = pairs_end
             full_sums[warp] = full_end
@@ -246,7 +252,7 @@ class SchedulePairs:
             rests[thread] = rest * 4 + parts if parts > 0 else Int32(0)
         cute.arch.sync_threads()
         if thread < pairs.experts:
-            start, full_at, all_full = pairs_end - count, full_end - full, Int32(0)
+            start, full_at, all_full = pairs_end - room, full_end - full, Int32(0)
             for other in cutlass.range_constexpr(MAX_EXPERTS // 32):
                 if other < warp:
                     start += pair_sums[other]

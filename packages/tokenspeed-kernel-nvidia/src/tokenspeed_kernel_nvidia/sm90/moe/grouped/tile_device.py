@@ -18,7 +18,7 @@ from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, Pipeline, p
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, load_int
 from tokenspeed_kernel_nvidia.cutedsl.tile_scheduler_device import RoundRobin, own_indices
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import swizzle
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import RECORD, Gemm
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PAIR, RECORD, Gemm
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Call:
         k: number of elements of a row of activations.
         rows, row_stride: the activations, and the row pitch in elements, a multiple of 8.
         count: number of rows of activations.
-        row_scales: float32, one scale for each row of activations.
+        row_scales: float32, one scale for each row of activations, or of packed columns.
         exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMM computes, 0 for all others. The address is 0 if this GEMM
             computes all experts.
-        sources: int32, for the first GEMM, the row of activations of each column.
+        sources: int32, for the first GEMM, the row of activations of each column; not read if columns are packed.
         tiles: int32 ``[tiles, RECORD]``, for each tile of the schedule: the expert, the first column, and the number of columns.
         tile_count: int32, the number of tiles of the schedule.
         out, out_stride: the results, one row for each column, and the row pitch in elements.
@@ -142,6 +142,18 @@ class Shapes:
         """Returns the barriers of the ring of columns. A stage has one k step of all columns of a tile."""
         return pipeline(storage.columns_full, storage.columns_empty)
 
+    @cute.jit
+    def release_columns(self, storage: Any, at: Cursor):
+        """This warp releases a stage of the ring of columns. With paired CTAs, either CTA's copies write the stage in both CTAs, so
+        the warp arrives on both CTAs' empty barriers.
+        """
+        if const_expr(self.config.paired):
+            lane = cute.arch.lane_idx()
+            if lane < PAIR:
+                cute.arch.mbarrier_arrive(self.column_pipe(storage).empty.of(at), lane)
+        else:
+            self.column_pipe(storage).release(at)
+
     def columns(self, storage: Any, width: int) -> cute.Tensor:
         """Returns the first ``width`` columns of each stage in the ring of columns, as a tensor ``(width, k, stage)``."""
         c = self.config
@@ -151,13 +163,19 @@ class Shapes:
         return storage.columns.get_tensor(layout, swizzle=swizzle())
 
     def row_tiles(self, call: Call) -> Int32:
-        """Returns the number of tiles along the rows of one expert's weights."""
-        return (call.strips + (self.config.strips - 1)) // self.config.strips
+        """Returns the number of tiles along the rows of one expert's weights; with paired CTAs, the number of pairs of tiles."""
+        strips = self.config.ctas * self.config.strips
+        return (call.strips + (strips - 1)) // strips
+
+    def rank(self) -> Int32:
+        """Returns the index of this CTA in its cluster of two."""
+        return cute.arch.block_idx()[0] % PAIR
 
     def items(self, call: Call):
-        """Returns the index of this CTA's first work item, and the tile scheduler. The schedule in global memory must be
-        complete."""
-        index, step = own_indices()
+        """Returns the index of this CTA's first work item, and the tile scheduler. The schedule in global memory must be complete.
+        Paired CTAs have the same indices.
+        """
+        index, step = own_indices(self.config.ctas)
         return index, RoundRobin(step, load_int(call.tile_count, False) * self.row_tiles(call))
 
     def is_beyond(self, call: Call, row: Int32) -> Int32:
@@ -199,4 +217,7 @@ class Shapes:
                 beyond = self.is_beyond(call, row)
             if not cute.arch.vote_any_sync(beyond != 0):
                 count = Int32(0)
-        return Item(Int32(expert), Int32(first), count, (index - tile * row_tiles) * self.config.strips)
+        row_tile = index - tile * row_tiles
+        if const_expr(self.config.paired):
+            row_tile = row_tile * PAIR + self.rank()
+        return Item(Int32(expert), Int32(first), count, row_tile * self.config.strips)

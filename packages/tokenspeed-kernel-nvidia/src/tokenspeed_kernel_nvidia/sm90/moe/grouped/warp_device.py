@@ -160,7 +160,7 @@ class WarpMainloop(Shapes):
     def release_stages(self, storage: Any, columns: Cursor, weights: Cursor):
         """Releases the stages of a k step in the rings of columns and weights."""
         cute.arch.sync_warp()
-        self.column_pipe(storage).release(columns)
+        self.release_columns(storage, columns)
         self.weight_pipe(storage).release(weights)
 
     def load_strips(self, weights: Cursor, block: int, slot: Int32, lane: Int32) -> list:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, release_add, store_half, wait_for
@@ -326,38 +326,64 @@ class Consumers(ExactDotProducts):
         first = kind_of(item) == W13
         if whole < cutlass.select_(first, layer.w13_strips, layer.w2_strips):
             head_at = call.heads + (at.stage * PANEL_STRIPS + strip) * HEAD_BYTES + lane // 4 * 4
-            factor, factor8, bias, bias8 = (as_float(load_words("shared", head_at + each * 32, 1)) for each in range(4))
+            heads = [as_float(load_words("shared", head_at + each * 32, 1)) for each in range(4)]
             for tile in cutlass.range_constexpr(self.tiles):
-                sums_at = call.sums + (at.stage * GROUPS * PANEL_STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
-                upper, lower = Float32(0.0), Float32(0.0)
-                for group in cutlass.range_constexpr(GROUPS):
-                    part = load_floats("shared", sums_at + group * (PANEL_STRIPS * self.tiles * 256), 2)
-                    upper += part[0]
-                    lower += part[1]
-                if const_expr(not self.config.rounded):  # fp8 represents rounded rows exactly
-                    if cute.arch.vote_any_sync(beyond[tile] != 0):
-                        for column in cutlass.range(4, unroll=1):
-                            if cute.arch.shuffle_sync(beyond[tile], column) != 0:
-                                exact = self.exact_dot_products(call, item, strip, cute.arch.shuffle_sync(pairs[tile], column))
-                                if lane % 4 == column:
-                                    upper, lower = exact
-                upper = upper * factor + bias
-                lower = lower * factor8 + bias8
-                pair = pairs[tile]
-                if pair >= 0:
-                    if first:
-                        feature = whole * 8 + lane // 4
-                        place = Int64(pair) * layer.intermediate + feature
-                        value = self.activate(call, upper, lower)
-                        if const_expr(self.wide):
-                            store_floats("global", call.activated + place * 4, [value])
-                        else:
-                            store_half(call.activated + place * 2, pack(self.dtype, value, value))
-                    else:
-                        to = cute.make_ptr(Float32, call.slots, cute.AddressSpace.gmem)
-                        place = Int64(pair) * layer.hidden + whole * 16 + lane // 4
-                        to[place] = upper * weights[tile]
-                        to[place + 8] = lower * weights[tile]
+                # The first tile has a pair. Most entries leave the others empty, and this warp's time delays the second GEMM.
+                present = Boolean(True)
+                if const_expr(tile > 0):
+                    present = cute.arch.vote_any_sync(pairs[tile] >= 0)
+                if present:
+                    self.finish_tile(call, at, item, strip, lane, tile, pairs, beyond, weights, heads)
+
+    @cute.jit
+    def finish_tile(
+        self,
+        call: Call,
+        at: Any,
+        item: Int32,
+        strip: Int32,
+        lane: Int32,
+        tile: cutlass.Constexpr[int],
+        pairs: cute.Tensor,
+        beyond: cute.Tensor,
+        weights: cute.Tensor,
+        heads: Any,
+    ):
+        """Runs the epilogue of a strip for four pairs. ``heads``: the factors of the lane's two rows, then their biases."""
+        layer = call.layer
+        whole = panel_of(item) * PANEL_STRIPS + strip
+        first = kind_of(item) == W13
+        sums_at = call.sums + (at.stage * GROUPS * PANEL_STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
+        upper, lower = Float32(0.0), Float32(0.0)
+        for group in cutlass.range_constexpr(GROUPS):
+            part = load_floats("shared", sums_at + group * (PANEL_STRIPS * self.tiles * 256), 2)
+            upper += part[0]
+            lower += part[1]
+        if const_expr(not self.config.rounded):  # fp8 represents rounded rows exactly
+            if cute.arch.vote_any_sync(beyond[tile] != 0):
+                for column in cutlass.range(4, unroll=1):
+                    if cute.arch.shuffle_sync(beyond[tile], column) != 0:
+                        exact = self.exact_dot_products(call, item, strip, cute.arch.shuffle_sync(pairs[tile], column))
+                        if lane % 4 == column:
+                            upper, lower = exact
+        factor, factor8, bias, bias8 = heads
+        upper = upper * factor + bias
+        lower = lower * factor8 + bias8
+        pair = pairs[tile]
+        if pair >= 0:
+            if first:
+                feature = whole * 8 + lane // 4
+                place = Int64(pair) * layer.intermediate + feature
+                value = self.activate(call, upper, lower)
+                if const_expr(self.wide):
+                    store_floats("global", call.activated + place * 4, [value])
+                else:
+                    store_half(call.activated + place * 2, pack(self.dtype, value, value))
+            else:
+                to = cute.make_ptr(Float32, call.slots, cute.AddressSpace.gmem)
+                place = Int64(pair) * layer.hidden + whole * 16 + lane // 4
+                to[place] = upper * weights[tile]
+                to[place + 8] = lower * weights[tile]
 
     @cute.jit
     def activate(self, call: Call, gate: Float32, up: Float32) -> Float32:
