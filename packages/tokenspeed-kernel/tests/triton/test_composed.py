@@ -13,6 +13,7 @@ import tokenspeed_kernel as tk
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.workspace import keeper
 
 DEVICE = default_device()
@@ -95,5 +96,24 @@ def test_many_tokens_are_left_to_the_parts(mode: str, tokens: int, chosen: str) 
     if mode == "rmsnorm_qkv_rope":
         longer["slot_mapping"] = torch.arange(tokens, device=DEVICE)
     found = getattr(tk, mode).explain(**longer).chosen
+    assert found is not None
+    assert found.name == chosen
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "chosen"),
+    [
+        (1, torch.bfloat16, "triton_rmsnorm_qkv_rope_64_amd"),
+        (2, torch.bfloat16, "composed_rmsnorm_qkv_rope"),
+        (1, torch.float32, "composed_rmsnorm_qkv_rope"),
+    ],
+)
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_one_token_takes_one_launch_on_amd(arch: str, tokens: int, dtype: torch.dtype, chosen: str) -> None:
+    op = get_operator("rmsnorm_qkv_rope")
+    made = next(c for c in op.all_cases() if c.name == "gpt-oss-120b heads, narrow, decode 4 with cache").make
+    arguments = made.vary(tokens=tokens, dtype=dtype)(Draw(torch.device("cpu"), 0))  # type: ignore[attr-defined]
+    with use_platform(named_platform(arch)):
+        found = tk.rmsnorm_qkv_rope.explain(**op.complete(arguments)).chosen
     assert found is not None
     assert found.name == chosen

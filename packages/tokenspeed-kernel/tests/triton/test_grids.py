@@ -27,6 +27,8 @@ FEW = {"triton_rmsnorm_moe_topk"}
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_every_grid_fits(spec: KernelSpec, arch: str, launches_at_scale: Callable[[KernelSpec, PlatformInfo], list[Any]]) -> None:
     platform = named_platform(arch)
+    if platform.vendor not in (spec.capability.vendors or {platform.vendor}):
+        pytest.skip("declared for another vendor")
     launches = launches_at_scale(spec, platform)
     assert launches or spec.name in FEW
     assert [launch for launch in launches if not launch.fits(platform.vendor)] == []
