@@ -1,11 +1,17 @@
-"""Makes the table of the engines that call each operator, from the engines' sources. `hooks.py` inserts the table into a page."""
+"""Makes the table of the engines that call each operator, from the engines' sources. `hooks.py` inserts the table into a page.
+
+python docs/callers_table.py         # prints the table
+python docs/callers_table.py --none  # prints the operators without a caller
+"""
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import tokenspeed_kernel  # noqa: F401  # declares the operators
 from tokenspeed_kernel_base.operator import operators
 
 ROOT = Path(__file__).parents[1]
@@ -44,3 +50,8 @@ def _called(file: Path) -> Iterator[str]:
             yield from (each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "_" in node.value:
             yield node.value
+
+
+if __name__ == "__main__":
+    rows = callers_table().splitlines()
+    print(*(row for row in rows if not sys.argv[1:] or row.endswith("| none |")), sep="\n")

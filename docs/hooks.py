@@ -27,6 +27,7 @@ from backends_table import backends_table
 from callers_table import callers_table
 from coverage_table import coverage_table
 from figure_plots import PLOTS, devices_table, stylesheet, table
+from served_table import measured_table, served_table
 
 import tokenspeed_kernel
 from tokenspeed_kernel.workbench.cli.show import purpose
@@ -183,6 +184,16 @@ def _callers(argument: str, page: str) -> str:
     return callers_table()
 
 
+def _served(argument: str, page: str) -> str:
+    """The parts of models, with the kernels and the engines that run them, as a table."""
+    return served_table()
+
+
+def _measured(argument: str, page: str) -> str:
+    """The measured speed of the vLLM plugin beside vLLM's own kernels, as a table."""
+    return measured_table()
+
+
 def _tables(argument: str, page: str) -> str:
     """Measured times, as tables."""
     return str(table.made(argument))
@@ -202,6 +213,8 @@ _GENERATORS: dict[str, Callable[[str, str], str]] = {
     "coverage": _coverage,
     "backends": _backends,
     "callers": _callers,
+    "served": _served,
+    "measured": _measured,
     "tables": _tables,
     "devices": _devices,
 }

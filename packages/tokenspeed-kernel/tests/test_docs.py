@@ -227,6 +227,44 @@ def test_callers_are_found_in_the_sources(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(callers) == len(operator_module.operators())
 
 
+def test_engines_parts_name_kernels_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's switches are the plugins' settings, and each of their parts is in the table."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    served = importlib.import_module("served_table")
+    cells = {tuple(line.strip("| ").split(" | ")[:2]): line for line in served.served_table().splitlines()[2:]}
+    assert "`cutedsl_mla_decode_with_kvcache`" in cells["latent attention", "deepseek-v3"]
+    assert (
+        "| `cutedsl_moe_apply_mxfp4` | `gluon_moe_apply_mxfp4` | on | on | on | on |"
+        in cells["experts", "gpt-oss-120b, gpt-oss-20b"]
+    )
+    assert "refused" not in "".join(cells.values())
+    named = set(re.findall(r"`(TOKENSPEED_\w+)`", "".join(cells.values())))
+    for engine in ("vllm", "sglang"):
+        monkeypatch.syspath_prepend(str(DOCS.parent / "tools" / f"{engine}_plugin" / "src"))
+        settings = importlib.import_module(f"tokenspeed_kernel_{engine}.settings")
+        ours = {name for name in named if name.startswith(settings.PREFIX)}
+        assert ours
+        for name in ours:  # an unknown setting is an error, whatever its value
+            settings.read_settings({name: {"TOKENSPEED_VLLM_ACTIVATIONS": "fp8"}.get(name, "1")})
+
+
+def test_a_plugins_speed_is_relative_to_the_engines_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    served = importlib.import_module("served_table")
+    assert served.measured_table(tmp_path) == "Nothing has been measured with these models yet."
+
+    def rows(engine: str, ms: float, rate: float, **more: int) -> list[dict[str, Any]]:
+        return [
+            {"engine": engine, "figure": "decode", "batch": 1, "ms": ms, **more},
+            {"engine": engine, "figure": "prefill", "shape": "4x8192", "tokens_per_s": rate, **more},
+        ]
+
+    report = {"rows": [*rows("vllm", 4.0, 100), *rows("plugin", 2.0, 50), *rows("plugin-linear", 1.0, 1, engines_starting=1)]}
+    (tmp_path / "llama.json").write_text(json.dumps(report))
+    assert served.measured_table(tmp_path).splitlines()[0] == "| model | variant | decode 1 | prefill | geometric mean |"
+    assert served.measured_table(tmp_path).splitlines()[2:] == ["| llama | `plugin` | 2.00 | 0.50 | 1.00 |"]
+
+
 def test_the_configuration_file_has_every_key(tmp_path: Path) -> None:
     """The configuration file in ``configuration.md`` must be valid and have every key."""
     (example,) = [block.text for block in blocks_of(DOCS / "configuration.md") if block.language == "toml"]

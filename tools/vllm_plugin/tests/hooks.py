@@ -149,7 +149,10 @@ HOOKS = [
     Hook(f"{MLA_PREFILL}.registry.MLAPrefillBackendEnum", attributes=words("CUSTOM get_path is_overridden")),
     Hook(f"{MLA_PREFILL}.base.MLAPrefillBackend", words(PREFILL), words("get_name prepare_metadata run_prefill_context_chunk")),
     Hook(f"{MLA_PREFILL}.base.MLAPrefillBackend.run_prefill_new_tokens", words("self q k v return_softmax_lse out output_scale")),
-    Hook(f"{MLA}.MLACommonBackend", attributes=words("get_name get_impl_cls get_builder_cls is_mla validate_configuration")),
+    Hook(
+        f"{MLA}.MLACommonBackend",
+        attributes=words("get_name get_impl_cls get_builder_cls is_mla validate_configuration get_preferred_block_size"),
+    ),
     Hook(f"{MLA}.MLACommonImpl.__init__", words(f"{IMPL} {LATENT}")),
     Hook(f"{MLA}.MLACommonImpl.forward_mqa", words("self q kv_c_and_k_pe_cache attn_metadata layer")),
     Hook(

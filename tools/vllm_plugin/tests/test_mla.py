@@ -29,6 +29,8 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 import tokenspeed_kernel_vllm
 from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm import parts
+from tokenspeed_kernel_vllm.attention.serving import Answer
+from tokenspeed_kernel_vllm.mla import serving
 from tokenspeed_kernel_vllm.mla.backend import LatentBackend
 from tokenspeed_kernel_vllm.mla.builder import SHORT
 from tokenspeed_kernel_vllm.mla.prefill import LatentPrefill
@@ -362,6 +364,22 @@ def test_a_package_without_kernels(latent: Any, monkeypatch: pytest.MonkeyPatch)
         make_impl()
     with pytest.raises(NotServedError, match="math: has no mla_prefill"):
         LatentPrefill(HEADS, SCALE, RANK, NOPE, ROPE, V_DIM, latent)
+
+
+@pytest.mark.parametrize(("pages", "best"), [({}, 16), ({64: 12}, 64), ({32: 12, 64: 12}, 32), ({16: 12, 64: 12}, 16)])
+def test_pages_have_the_size_for_the_best_kernels(
+    latent: Any, monkeypatch: pytest.MonkeyPatch, pages: dict[int, int], best: int
+) -> None:
+    """``pages``: for page sizes, the priority of kernels that need this size. Portable kernels have a lower priority."""
+
+    def answer(function: Any, arguments: dict[str, Any]) -> Answer:
+        size = arguments["kv_cache"].shape[1] if "kv_cache" in arguments else 0  # prompts without a cache
+        return Answer(function, f"pages of {size}" if size in pages else "portable", pages.get(size, 4))
+
+    monkeypatch.setattr(serving, "answer", answer)
+    layer = make_layer()
+    assert (layer.impl.serving.page_size, layer.impl.serving.kernels[0]) == (best, f"pages of {best}" if pages else "portable")
+    assert LatentBackend.get_preferred_block_size(16) == best
 
 
 def test_what_is_valid() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonBackend
 
 from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES
 from tokenspeed_kernel_vllm.attention.serving import PAGE_SIZES
@@ -41,6 +42,15 @@ class LatentBackend(MLACommonBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
         """Returns the supported numbers of tokens per page, for every layer."""
         return list(PAGE_SIZES)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Returns the number of tokens per page for which the layers have the best kernels. vLLM asks after it has built the model,
+        unless the user has chosen a size.
+        """
+        layers = get_layers_from_vllm_config(get_current_vllm_config(), MLAAttention)
+        sizes = {layer.impl.serving.page_size for layer in layers.values() if isinstance(layer.impl, LatentImpl)}
+        return max(sizes, default=default_block_size)
 
     @classmethod
     def supports_dcp(cls) -> bool:

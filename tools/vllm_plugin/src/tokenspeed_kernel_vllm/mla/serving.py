@@ -24,13 +24,16 @@ class LatentServing:
         decode: a package's `mla_decode_with_kvcache`.
         extend: the package's `mla_extend_with_kvcache`.
         store: the package's `store_mla_kv_cache`. None if the package lacks it; vLLM's own function then writes the cache.
-        kernels: the names of the kernels that are selected for a call with one token.
+        kernels: the names of the kernels that are selected for a call with one token and pages of ``page_size`` tokens.
+        page_size: the number of tokens per page for which the kernels of decode and extend have the highest priorities; the
+            smallest if there are several. Some kernels need pages of 64 tokens.
     """
 
     decode: Callable[..., Tensor]
     extend: Callable[..., Tensor]
     store: Callable[..., None] | None
     kernels: tuple[str, ...]
+    page_size: int
 
 
 @functools.cache
@@ -45,13 +48,21 @@ def find_latent(shape: LatentShape, package: str | None = None) -> LatentServing
         NotServedError: no package has eligible kernels.
     """
     reasons = []
-    calls = shape.calls(PAGE_SIZES[0])
     for module in packages(package):
-        decode, extend, store = (_asked(module, name, calls[name]) for name in NAMES)
-        if decode.kernel and extend.kernel:
-            kernels = tuple(part.kernel for part in (decode, extend, store) if part.kernel)
-            return LatentServing(decode.function, extend.function, store.function, kernels)
-        reasons += [f"{module.__name__}: {part.reason}" for part in (decode, extend) if part.reason]
+        found: LatentServing | None = None
+        highest = -1
+        for page_size in PAGE_SIZES:
+            calls = shape.calls(page_size)
+            decode, extend, store = (_asked(module, name, calls[name]) for name in NAMES)
+            priority = decode.priority + extend.priority
+            if decode.kernel and extend.kernel and priority > highest:
+                kernels = tuple(part.kernel for part in (decode, extend, store) if part.kernel)
+                found = LatentServing(decode.function, extend.function, store.function, kernels, page_size)
+                highest = priority
+            elif not found and page_size == PAGE_SIZES[0]:
+                reasons += [f"{module.__name__}: {part.reason}" for part in (decode, extend) if part.reason]
+        if found:
+            return found
     raise _not_served(shape, reasons)
 
 
