@@ -73,6 +73,16 @@ def test_captured_launches_share_no_counters(pretended: Pretended) -> None:
     assert all(before.stop <= after.start for before, after in itertools.pairwise(taken))
 
 
+def test_counters_of_captured_launches_are_aligned(pretended: Pretended) -> None:
+    """Asserts that all addresses have the same alignment, because Triton compiles a program for each alignment of an argument."""
+    pretended.keeper.get(0, 1, 64, 8)
+    pretended.capturing = True
+    for count in (2, 1, 16, 3, 5, 8):
+        workspace = pretended.keeper.get(0, 1, 64, count)
+        assert workspace.counters_at % 16 == 0
+        assert len(workspace.counters) == count
+
+
 def test_a_capture_without_a_call_before(pretended: Pretended) -> None:
     pretended.capturing = True
     first, second = (pretended.keeper.get(0, 7, 100, 30) for _ in range(2))

@@ -25,6 +25,9 @@ from torch import Tensor
 # PyTorch's C function, because a Python wrapper would take longer than the query. Builds without CUDA lack the function.
 _CAPTURING: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
+# The counters of a captured launch begin at a multiple of this number of bytes. Allocations do so too, and Triton compiles a kernel
+# again for addresses that are no multiple of 16 bytes.
+_ALIGNMENT = 16
 # Number of counters in an arena: enough for about 1000 captured decode launches on a device of 132 SMs.
 ARENA = 1 << 18
 
@@ -34,7 +37,7 @@ class Workspace:
 
     Attributes:
         memory: uint8, with any values; aligned like allocations of PyTorch, to 512 bytes on a GPU.
-        counters: int32, zero except while a kernel runs.
+        counters: int32, zero except while a kernel runs; aligned to 16 bytes.
         nbytes, count: size of ``memory`` in bytes, and number of counters.
         memory_at, counters_at: addresses of ``memory`` and ``counters``, stored because ``data_ptr()`` would take time at each
             launch.
@@ -136,12 +139,13 @@ class Keeper:
     def _captured(self, device: int, nbytes: int, count: int) -> Workspace:
         # PyTorch allocates this tensor in the graph's own memory, as it does all tensors during a capture.
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device_of(device))
+        used = -(-count // (_ALIGNMENT // 4)) * (_ALIGNMENT // 4)  # counters up to the next launch's
         with self._lock:
             counters = None
             arenas = self._arenas.get(device, [])
             for index, left in enumerate(arenas):
                 if left.shape[0] >= count:
-                    counters, arenas[index] = left[:count], left[count:]
+                    counters, arenas[index] = left[:count], left[used:]
                     break
             if counters is None or arenas[-1].shape[0] < self._arena // 2:
                 self._low.add(device)
