@@ -4,7 +4,8 @@
     python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
 
 ``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_variants.json``, ``h200_fp8_activations.json`` and
-``h200_dense.json`` are results of ``python -m gpt_oss benchmark``. ``beside_vllm.json`` is a result of `beside_vllm.py`. Missing results are omitted.
+``h200_dense.json`` are results of ``python -m gpt_oss benchmark``. ``beside_vllm.json`` is a result of `beside_vllm.py`. Missing
+results are omitted.
 """
 
 from __future__ import annotations
