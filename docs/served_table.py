@@ -146,9 +146,9 @@ OTHERS = (
     Part("norms", ("on", "`--ir-op-priority`", "`TOKENSPEED_SGLANG_NORMS`", "on")),
     Part("gated activations", ("-", "no: compiled by vLLM", "`TOKENSPEED_SGLANG_ACTIVATIONS`", "on")),
     Part("rotary embeddings", ("on", "no hook", "`TOKENSPEED_SGLANG_ROPE`", "no hook")),
-    Part("sampling", ("on", "no hook", "no: not implemented", "no hook")),
+    Part("sampling", ("on", "no hook", "`TOKENSPEED_SGLANG_SAMPLING`", "no hook")),
     Part("gated delta rule, state space, convolution", ("-", "no: not implemented", "no: not implemented", "no hook")),
-    Part("speculation", ("-", "drafts that are no trees", "no: rejected by name", "no")),
+    Part("speculation", ("-", "attention of drafts that are no trees", "no: rejected by name", "no")),
     Part("tensor parallelism", ("on", "with vLLM's collectives", "with SGLang's collectives", "no")),
 )
 
