@@ -18,7 +18,7 @@ OPS: Any = import_module("tokenspeed_kernel")
 _PART = "sampling"
 
 
-class TokenspeedSampler(Sampler):  # type: ignore[misc]
+class TokenspeedSampler(Sampler):
     """Greedy batches run `argmax`. Other batches run `sample_top_k_top_p`, from logits, without a softmax.
 
     Top-p counts among the tokens that min-p and top-k keep. SGLang's own sampler counts among all tokens, unless FlashInfer runs it
