@@ -39,6 +39,8 @@ RESULTS = Path(random_models.__file__).parent / "models"
 DEVICES = {"H200": "h200", "MI355X": "mi355x"}
 ENGINES = ("GPT-OSS runtime", "vLLM", "SGLang", "transformers")
 Fields = Mapping[str, Any]
+# A measurement counts only if its longest time is at most this many times its shortest.
+_SPREAD = 1.1
 _BF16 = torch.bfloat16
 _META = torch.device("meta")
 
@@ -208,8 +210,8 @@ def _kernels(part: Part, fields: Fields, device: str) -> str:
 
 
 def measured_table(folder: Path = RESULTS) -> str:
-    """A table of measurements in vLLM: the plugin's speed relative to vLLM's own kernels. Rows measured beside other work are left
-    out.
+    """A table of measurements in vLLM: the plugin's speed relative to vLLM's own kernels. Rows measured beside other work, and rows
+    whose times differ by more than 10%, are left out.
     """
     labels: dict[str, None] = {}
     found: list[tuple[str, str, dict[str, float]]] = []
@@ -235,7 +237,8 @@ def speeds_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Returns the speeds of each engine of a report, by measurement: steps per second of decode, and prefill tokens per second."""
     speeds: dict[str, dict[str, float]] = {}
     for row in rows:
-        if row.get("engines_starting"):
+        times = row.get("all_ms") or row.get("pairs") or [1.0]
+        if row.get("engines_starting") or min(times) <= 0 or max(times) > _SPREAD * min(times):
             continue
         if row["figure"] == "decode":
             speeds.setdefault(row["engine"], {})[f"decode {row['batch']}"] = 1e3 / row["ms"]
