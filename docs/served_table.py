@@ -113,7 +113,9 @@ def _gpt_oss(fields: Fields) -> bool:
 
 
 _MIXED = "no: not implemented"
-ATTENTION = Part("attention", ("-", "`--attention-backend CUSTOM`", "`--attention-backend tokenspeed`", "on"), attention_kernels)
+ATTENTION = Part(
+    "attention", ("-", "`--attention-backend CUSTOM`", "`--attention-backend tokenspeed`", "`attention=True`"), attention_kernels
+)
 GPT_OSS_ATTENTION = Part(
     "attention",
     ("on", "`--attention-backend CUSTOM`", "`TOKENSPEED_SGLANG_ATTENTION_REPLACES`, `--attention-backend`", "on"),
@@ -121,7 +123,7 @@ GPT_OSS_ATTENTION = Part(
 )
 LATENT = Part(
     "latent attention",
-    ("-", "`TOKENSPEED_VLLM_MLA`", "`--attention-backend tokenspeed`", "on, with expanded keys and values"),
+    ("-", "`TOKENSPEED_VLLM_MLA`", "`--attention-backend tokenspeed`", "`attention=True`, with expanded keys and values"),
     latent_kernels,
 )
 EXPERTS = {
