@@ -183,7 +183,8 @@ def test_the_engines_of_a_round_fit_on_a_gpu() -> None:
     assert len(engines) == len(set(engines))
     assert {name for name, _ in engines} == models.CASES.keys()
     for each in models.ROUNDS:
-        wide = sum(models.CASES[name].gib for name, _ in each.wide)
+        # Engines on all GPUs start one after another. After the start, they take half as much memory.
+        wide = sum(models.CASES[name].gib / 2 for name, _ in each.wide)
         for share in each.shares:
             assert wide + sum(models.CASES[name].gib for name, _ in share) <= models.MEMORY_GIB
         assert all(models.CASES[name].gpus == 1 for share in each.shares for name, _ in share)
@@ -208,6 +209,20 @@ with (a.out / f"{a.name}.jsonl").open("a") as file:
     for row in ({"figure": "decode", "batch": 1, "ms": ms, "gpus": os.environ["CUDA_VISIBLE_DEVICES"]}, {"figure": "end"}):
         file.write(json.dumps({"engine": a.name, **row}) + "\\n")
 """
+
+
+def test_decode_is_measured_while_all_requests_generate() -> None:
+    """Two requests: the second starts two steps later, and so ends later. Steps take 2 s in between, and 5 s elsewhere."""
+    steps, now = [], 0.0
+    for step in range(1, 13):
+        counts = [min(step, 10), min(max(step - 2, 0), 10)]
+        now += 2 if min(counts) >= 3 and max(counts) <= 9 else 5
+        steps.append((now, counts))
+    assert vllm_engine.steady(steps, 2) == (2.0, 5)  # 2 to 7 tokens of the second request
+    together = [steps[i] for i in (4, 6, 8)]  # the tokens of two steps arrive together
+    assert vllm_engine.steady([*together, steps[-1]], 2) == (2.0, 4)
+    with pytest.raises(ValueError, match="after 9 of 10 tokens"):
+        vllm_engine.steady(steps, 9)
 
 
 def test_rounds_of_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
