@@ -296,6 +296,42 @@ class FakeEngine:
         return ended
 
 
+class SteppingEngine:
+    """An engine whose requests start one step after another, and generate one token in each step."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, int] = {}
+        self.running = 0
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], sampling: Any) -> None:
+        assert (sampling.output_kind.name, sampling.ignore_eos) == ("DELTA", True)
+        self.requests[name] = sampling.max_tokens
+
+    def has_unfinished_requests(self) -> bool:
+        return any(self.requests.values())
+
+    def step(self) -> list[Any]:
+        self.running += 1
+        found = []
+        for name in list(self.requests)[: self.running]:
+            if self.requests[name]:
+                self.requests[name] -= 1
+                found.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[7])]))
+        return found
+
+
+def test_decode_steps_an_engine(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
+    words = ["--name", "fake", "--out", str(tmp_path), "--batches", "1", "3", "--decode", "40", "--repeats", "2"]
+    engine = vllm_engine.Engine(vllm_engine.arguments(words))
+    engine.llm = SimpleNamespace(llm_engine=SteppingEngine())
+    engine.decode()
+    rows = [json.loads(line) for line in (tmp_path / "fake.jsonl").read_text().splitlines()]
+    assert [(row["figure"], row["batch"], len(row["all_ms"])) for row in rows] == [("decode", 1, 2), ("decode", 3, 2)]
+    assert all(row["ms"] > 0 for row in rows)
+    assert rows[1]["steps"] in (29, 31)  # of 40: not the first 8, nor the last; later repetitions start together
+
+
 def run_requests(tmp_path: Path, fake: FakeEngine, count: int = 200, here: bool = True) -> dict[str, Any]:
     pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
     words = ["--name", "fake", "--out", str(tmp_path), "--requests", str(count)]

@@ -93,8 +93,8 @@ def _attention(model: Any) -> list[Row]:
 
 
 def _slower(model: Any) -> str:
-    """Returns why transformers' own attention is the default for a model; empty if it is not: on a CPU, and for sinks and soft caps,
-    which sdpa lacks.
+    """Returns why transformers' own attention is the default for a model. Returns an empty text if it is not the default: on a CPU,
+    and for sinks and soft caps, which sdpa lacks.
     """
     shapes = [_shape_of(layer) for layer in _attention_layers(model)]
     if model.device.type != "cuda" or any(shape.sinks or shape.logit_cap for shape in shapes):
