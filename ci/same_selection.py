@@ -1,7 +1,7 @@
 """Checks that fresh processes select the same kernels for all cases of all operators, in any order of plugins and with any content
 of the caches.
 
-    python ci/same_selection.py --processes 100
+    python ci/same_selection.py --processes 100 --output ci/same_selection.json
 
 Each process imports the wheels' packages and registers their plugins in another random order. The processes are forks of server
 processes. Each server has another hash seed, and forks `_FORKS` processes. When a server forks its first process, it has imported
@@ -21,6 +21,7 @@ import importlib
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ PLATFORMS = ("h200", "gfx950")
 _GROUP = "tokenspeed_kernel.plugins"
 _PREFIX = "TOKENSPEED_KERNEL_"
 _SHOWN = 10
-_FORKS = 10  # 100 processes then have 10 hash seeds
+_FORKS = 20  # 100 processes then have 5 hash seeds
 
 _Arguments = dict[tuple[str, str], dict[str, Any]]  # by operator and case
 
@@ -47,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="servers at a time (default: the cores)")
     parser.add_argument("--operator", action="append", default=[], help="only this operator; several may be given")
     parser.add_argument("--seed", type=int, default=0, help="of the orders")
+    parser.add_argument("--output", type=Path, help="write the result to this JSON file")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--caches", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -69,6 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     seconds = time.perf_counter() - started
     print(f"{options.processes} processes made the same {len(lines)} selections ({digest}) in {seconds:.0f} s")
+    if options.output is not None:
+        from tokenspeed_kernel.workbench.benchmark import write_result
+
+        operators = len({line.partition(" | ")[0] for line in lines})
+        command = shlex.join(["python", "ci/same_selection.py", *(sys.argv[1:] if arguments is None else arguments)])
+        found = {"processes": options.processes, "operators": operators, "selections": len(lines), "digest": digest}
+        write_result(options.output, "cpu", command=command, platforms=["cpu", *PLATFORMS], **found, seconds=round(seconds))
     return 0
 
 
@@ -115,6 +124,7 @@ def _serve(seed: int, count: int, operators: list[str], caches: Path) -> None:
 
 def _arguments_of_cases(only: list[str]) -> _Arguments:
     """Returns the arguments of all cases of the named operators, or of all operators if none is named."""
+    importlib.import_module("tokenspeed_kernel")  # declares the operators
     from tokenspeed_kernel_base.operator import operators
 
     found = [op for op in operators() if not only or op.mode in only]

@@ -39,6 +39,8 @@ RESULTS = Path(random_models.__file__).parent / "models"
 DEVICES = {"H200": "h200", "MI355X": "mi355x"}
 ENGINES = ("GPT-OSS runtime", "vLLM", "SGLang", "transformers")
 Fields = Mapping[str, Any]
+# A measurement counts only if its longest time is at most this many times its shortest.
+_SPREAD = 1.1
 _BF16 = torch.bfloat16
 _META = torch.device("meta")
 
@@ -111,7 +113,9 @@ def _gpt_oss(fields: Fields) -> bool:
 
 
 _MIXED = "no: not implemented"
-ATTENTION = Part("attention", ("-", "`--attention-backend CUSTOM`", "`--attention-backend tokenspeed`", "on"), attention_kernels)
+ATTENTION = Part(
+    "attention", ("-", "`--attention-backend CUSTOM`", "`--attention-backend tokenspeed`", "`attention=True`"), attention_kernels
+)
 GPT_OSS_ATTENTION = Part(
     "attention",
     ("on", "`--attention-backend CUSTOM`", "`TOKENSPEED_SGLANG_ATTENTION_REPLACES`, `--attention-backend`", "on"),
@@ -119,7 +123,7 @@ GPT_OSS_ATTENTION = Part(
 )
 LATENT = Part(
     "latent attention",
-    ("-", "`TOKENSPEED_VLLM_MLA`", "`--attention-backend tokenspeed`", "on, with expanded keys and values"),
+    ("-", "`TOKENSPEED_VLLM_MLA`", "`--attention-backend tokenspeed`", "`attention=True`, with expanded keys and values"),
     latent_kernels,
 )
 EXPERTS = {
@@ -146,9 +150,9 @@ OTHERS = (
     Part("norms", ("on", "`--ir-op-priority`", "`TOKENSPEED_SGLANG_NORMS`", "on")),
     Part("gated activations", ("-", "no: compiled by vLLM", "`TOKENSPEED_SGLANG_ACTIVATIONS`", "on")),
     Part("rotary embeddings", ("on", "no hook", "`TOKENSPEED_SGLANG_ROPE`", "no hook")),
-    Part("sampling", ("on", "no hook", "no: not implemented", "no hook")),
+    Part("sampling", ("on", "no hook", "`TOKENSPEED_SGLANG_SAMPLING`", "no hook")),
     Part("gated delta rule, state space, convolution", ("-", "no: not implemented", "no: not implemented", "no hook")),
-    Part("speculation", ("-", "drafts that are no trees", "no: rejected by name", "no")),
+    Part("speculation", ("-", "attention of drafts that are no trees", "no: rejected by name", "no")),
     Part("tensor parallelism", ("on", "with vLLM's collectives", "with SGLang's collectives", "no")),
 )
 
@@ -208,8 +212,8 @@ def _kernels(part: Part, fields: Fields, device: str) -> str:
 
 
 def measured_table(folder: Path = RESULTS) -> str:
-    """A table of measurements in vLLM: the plugin's speed relative to vLLM's own kernels. Rows measured beside other work are left
-    out.
+    """A table of measurements in vLLM: the plugin's speed relative to vLLM's own kernels. Rows measured beside other work, and rows
+    whose times differ by more than 10%, are left out.
     """
     labels: dict[str, None] = {}
     found: list[tuple[str, str, dict[str, float]]] = []
@@ -235,7 +239,8 @@ def speeds_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Returns the speeds of each engine of a report, by measurement: steps per second of decode, and prefill tokens per second."""
     speeds: dict[str, dict[str, float]] = {}
     for row in rows:
-        if row.get("engines_starting"):
+        times = row.get("all_ms") or row.get("pairs") or [1.0]
+        if row.get("engines_starting") or min(times) <= 0 or max(times) > _SPREAD * min(times):
             continue
         if row["figure"] == "decode":
             speeds.setdefault(row["engine"], {})[f"decode {row['batch']}"] = 1e3 / row["ms"]

@@ -2,6 +2,7 @@
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe_activations.py --quick
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe_activations.py --quick --tokens 128 256 --tiles few 24s fewc 40c
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe_activations.py --plot --readme  # plots h200_moe_activations.json
 
 The table has a line for each number of tokens: microseconds with either dtype, their ratio, and relative errors against the
 operator's definition in float64. The error that quantising activations causes in the definition itself stands beside. `h200_moe`
@@ -22,12 +23,14 @@ import h200_moe
 from moe_shapes import GPT_OSS_120B, Shape
 
 from tokenspeed_kernel.workbench.benchmark import bars
+from tokenspeed_kernel.workbench.benchmark.figures import Marks, Panel, Report, measured, us
 from tokenspeed_kernel.workbench.benchmark.runner import Benchmark, Implementation, JsonRow
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 SHAPES = tuple(Shape(GPT_OSS_120B, tokens, dtype) for dtype in ("none", "fp8") for tokens in TOKENS)
 # Numbers of tokens at which fp8 activations must take no longer than bfloat16 activations.
 _NO_SLOWER = tuple(tokens for tokens in TOKENS if tokens <= 256)
+_WHAT = "per cent of the floor (more is better)"  # what the figure shows
 _US = {"256": 430, "1024": 640, "8192": 2800, "1024 fp8": 560, "8192 fp8": 2150}
 
 
@@ -70,6 +73,28 @@ def _error(row: JsonRow | None, name: str) -> str:
     return "-" if row is None or row[name] is None else f"{row[name]:.1e}"
 
 
+def panels(report: Report) -> list[Panel]:
+    """Returns a panel for each dtype of activations."""
+    made = []
+    for dtype, title in (("none", "bfloat16"), ("fp8", "fp8")):
+        shapes = {shape.name: shape for shape in SHAPES if shape.activation_dtype == dtype}
+        found = measured(report, list(shapes))
+        values = {name: {who: 100 * row["floor_us"] / us(row) for who, row in of_one.items()} for name, of_one in found.items()}
+        made.append(Panel(f"{title} activations by tokens, {_WHAT}", values, [str(shapes[name].tokens) for name in values]))
+    return made
+
+
+FIGURE = replace(
+    h200_moe.FIGURE,
+    title="Experts of GPT-OSS-120B, router to combined output,",
+    heading="### bfloat16 and fp8 activations of experts",
+    alt=f"Experts with bfloat16 and with fp8 activations, {_WHAT}",
+    shapes=[shape.name for shape in SHAPES],
+    panels=panels,
+    marks=Marks("<!-- measured activations -->", "<!-- end of measured activations -->"),
+)
+
+
 @dataclass(frozen=True)
 class SideBySide(Benchmark):
     """A benchmark whose table has both dtypes of activations in one line."""
@@ -93,7 +118,7 @@ BENCHMARK = SideBySide(
     bars=BARS,
     judged=lambda rows: [],
     rate=h200_moe.BENCHMARK.rate,
-    figure=h200_moe.FIGURE,
+    figure=FIGURE,
     about=h200_moe.BENCHMARK.about,
     copies=h200_moe.BENCHMARK.copies,
     options=h200_moe.options,

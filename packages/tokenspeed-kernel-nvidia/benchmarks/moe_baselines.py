@@ -125,22 +125,21 @@ def programs_of(shape: Shape, name: str = "ours") -> list[tuple[Program[Any], An
     if name == "ours":
         paired = is_paired(dtype, pairs, model.experts, model.hidden, model.intermediate, rounded)
         columns = PAIRED[inputs[0]] if paired else columns
-    folded = name.endswith("f")
     both = itertools.product((True, False), inputs)
-    return [(grouped.gemm_program, Gemm(dtype, gated, columns, kind, paired=paired, folded=folded)) for gated, kind in both]
+    return [(grouped.gemm_program, Gemm(dtype, gated, columns, kind, paired=paired)) for gated, kind in both]
 
 
-_TILES = re.compile(r"(\d+(v|sf?|c?p?|cf)|fewc?)")  # the names of `tiles`
+_TILES = re.compile(r"(\d+([vs]|c?p?)|fewc?)")  # the names of `tiles`
 
 
 def _suits(name: str, shape: Shape) -> bool:
     """Whether a name of `tiles` is for the dtype of a shape's activations."""
-    return (name == "fewc" or name.rstrip("pf")[-1] in "vc") == (shape.activation_dtype == "fp8")
+    return (name == "fewc" or name.rstrip("p")[-1] in "vc") == (shape.activation_dtype == "fp8")
 
 
 def _tile_of(name: str) -> tuple[int, tuple[str, ...]]:
     """Returns the largest number of columns and the kinds of inputs of a name of `tiles`."""
-    return int(name.rstrip("vcspf")), ({"v": VALUES, "c": CODES, "s": PARTS}.get(name.rstrip("pf")[-1], PLAIN),)
+    return int(name.rstrip("vcsp")), ({"v": VALUES, "c": CODES, "s": PARTS}.get(name.rstrip("p")[-1], PLAIN),)
 
 
 def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
@@ -149,8 +148,7 @@ def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
     Args:
         name: the largest number of columns of a tile, with a suffix. ``s``: 16-bit activations are split into two fp8 values.
             ``v``: activations are fp8, with 16-bit MMAs on the quantised values. ``c``: activations and MMAs are fp8. ``p``, after
-            the others: two CTAs share columns (288p and 144cp). ``f``: weights are multiplied by their block scales before the MMAs
-            (40cf and 24sf). The names ``few`` and ``fewc`` stand for the streaming kernel.
+            the others: two CTAs share columns (288p and 144cp). The names ``few`` and ``fewc`` stand for the streaming kernel.
         shape, layer: see the module's docstring.
     """
     if shape.model.weight_format != "mxfp4" or not _suits(name, shape):
@@ -161,7 +159,7 @@ def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
         apply = moe_apply_paired
     elif not name.startswith("few"):
         columns, inputs = _tile_of(name)
-        apply = functools.partial(grouped.moe_apply_many, columns=columns, inputs=inputs, folded=name.endswith("f"))
+        apply = functools.partial(grouped.moe_apply_many, columns=columns, inputs=inputs)
     return lambda batch: functools.partial(apply, batch.x, prepared, batch.topk_weights, batch.topk_ids, layer.plan)
 
 

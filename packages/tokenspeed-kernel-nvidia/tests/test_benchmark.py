@@ -1,4 +1,4 @@
-"""Tests the attention and GEMM benchmarks for the H200, as far as they need no GPU, and the committed reports of all three
+"""Tests the attention and GEMM benchmarks for the H200, as far as they need no GPU, and the committed reports of the
 benchmarks."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _reference(shape: Any, arguments: Any, factor: float = 1.0) -> Any:
     return lambda: op.reference(*arguments.values()) * factor
 
 
-@pytest.mark.parametrize(("name", "bars"), [("h200", 17), ("h200_mm", 6), ("h200_moe", 16)])
+@pytest.mark.parametrize(("name", "bars"), [("h200", 17), ("h200_mm", 6), ("h200_moe", 16), ("h200_moe_activations", 14)])
 def test_the_committed_report(programs: Programs, name: str, bars: int) -> None:
     """Asserts that the report has the shapes and bars of the benchmark, and that the README shows the report."""
     benchmark, report = programs(name).BENCHMARK, json.loads((FOLDER / f"{name}.json").read_text())

@@ -19,6 +19,7 @@ from tokenspeed_kernel_nvidia._programs import Program
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import prepare_weights
 from tokenspeed_kernel_nvidia.sm90.moe import moe_apply
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
+from tokenspeed_kernel_nvidia.sm90.moe.grouped import paired
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
 
 Programs = Callable[[str], ModuleType]
@@ -249,26 +250,32 @@ def test_programs_of_shapes_are_those_of_calls(programs: Programs, monkeypatch: 
 
     monkeypatch.setattr(Program, "__call__", recorded)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    for module in (stream, grouped):
+    caches = stream._program_of, grouped._programs_of, paired._programs_of
+    for module in (stream, grouped, paired):
         monkeypatch.setattr(module, "sm_count_of", lambda device: 132)
     monkeypatch.setattr(stream, "keeper", Keeper(arena=1, capturing=lambda: False))
     try:
         for model, tokens, activation_dtype in itertools.product(
-            (shapes.Model("some", 8, 4, 96, 64), shapes.Model("few", 4, 2, 32, 96)), (1, 20, 80, 900, 5000), ("none", "fp8")
+            (shapes.Model("some", 8, 4, 96, 64), shapes.Model("few", 4, 2, 32, 96), shapes.Model("panels", 6, 2, 64, 128)),
+            (1, 20, 80, 900, 5000),
+            ("none", "fp8"),
         ):
             shape = shapes.Shape(model, tokens, activation_dtype)
             layer = shapes.Layer.drawn(shape, CPU, 0)
             (batch,) = shapes.batches(shape, 1, 1, CPU)
             used.clear()
-            stream._program_of.cache_clear()
-            grouped._programs_of.cache_clear()
+            for cache in caches:
+                cache.cache_clear()
             weights = prepare_weights(layer.weights, layer.plan)
             moe_apply.moe_apply(batch.x, weights, batch.topk_weights, batch.topk_ids, layer.plan)
             ahead = [(program, config) for program, config in used if program in (stream.stream_program, grouped.gemm_program)]
             assert baselines.programs_of(shape) == [each for each in ahead if not getattr(each[1], "repairs", False)]
+            if tokens == 5000:  # CTAs share 16-bit columns only if both sizes are multiples of 64
+                shared = activation_dtype == "fp8" or model.name == "panels"
+                assert [config.paired for _, config in baselines.programs_of(shape)] == [shared, shared]
     finally:
-        stream._program_of.cache_clear()
-        grouped._programs_of.cache_clear()
+        for cache in caches:
+            cache.cache_clear()
 
 
 def _row(tokens: int, kernel: str, us: float | None, dtype: str = "") -> dict[str, Any]:
@@ -309,3 +316,6 @@ def test_programs_of_tiles(programs: Programs) -> None:
     assert [program for program, _ in programs_of(fp8, "fewc")] == [stream.stream_program]
     assert programs_of(plain, "40c") == programs_of(plain, "triton") == []
     assert [config.inputs for _, config in programs_of(plain, "24s")] == ["parts"] * 2
+    for shape, name, columns in ((plain, "288p", 288), (fp8, "144cp", 144)):
+        assert [(config.columns, config.paired) for _, config in programs_of(shape, name)] == [(columns, True)] * 2
+    assert programs_of(plain, "144cp") == programs_of(fp8, "288p") == programs_of(plain, "24sp") == []

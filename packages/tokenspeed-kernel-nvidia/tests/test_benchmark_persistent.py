@@ -17,7 +17,7 @@ if torch.cuda.is_available():
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+def persistent(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     module = importlib.import_module("h200_persistent")
     # Each call runs once, and is reported to take 25 us.
@@ -26,21 +26,21 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-def test_rows(benchmark: Any) -> None:
+def test_rows(persistent: Any) -> None:
     """Asserts that variants are compared with the public operators, that a failing variant does not end the run, and that a trace
     has all events."""
     shapes = importlib.import_module("moe_shapes")
     shape = shapes.Shape(shapes.Model("small", 8, 2, 64, 64, gpt_oss=True), 1)
     with sm90_emulator.emulated_sm90(multiprocessors=4, seed=1):
-        model = benchmark.Model(2, torch.device("cpu"), shape, width=512)
-        batch = benchmark.Batch(model, 1)
-        benchmark.CHOICES["broken"] = benchmark.Choice({"slab": -1})
-        found = {row["variant"]: row for row in benchmark.rows(batch, ["persistent", "one layer a launch", "broken"], 1)}
-        lines = [*benchmark.trace(batch, "small", 2)]
+        model = persistent.Model(2, torch.device("cpu"), shape, width=512)
+        batch = persistent.Batch(model, 1)
+        persistent.CHOICES["broken"] = persistent.Choice({"slab": -1})
+        found = {row["variant"]: row for row in persistent.rows(batch, ["persistent", "one layer a launch", "broken"], 1)}
+        lines = [*persistent.trace(batch, "small", 2)]
     assert [row["us"] for row in found.values()] == [12.5, 12.5, 12.5, None]
     assert "error" in found["persistent"]["note"]
     assert "Error" in found["broken"]["note"]
-    assert all(benchmark.line(row) for row in found.values())
+    assert all(persistent.line(row) for row in found.values())
     events = importlib.import_module("tokenspeed_kernel_nvidia.sm90.moe.persistent.config").EVENTS
     assert [line[:36].rstrip() for line in lines[2:-1]] == [*events]
     assert "nan" not in "".join(lines)

@@ -17,7 +17,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Explanation, NoKernelFoundError
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia import _machine
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import FEW_ROWS, QUICK_N
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import FEW_ROWS, LONG_N, QUICK_N
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, MAX_TOP_K, max_k
 
 from .experts import GPT_OSS
@@ -170,6 +170,14 @@ def test_gemms_with_few_columns_are_preferred(registered: KernelRegistry) -> Non
             explained = tokenspeed_kernel.mm.explain(a, weight.t())
         assert _ours(explained) == name
         assert (explained.chosen.name == name) == preferred
+
+
+@pytest.mark.parametrize(("m", "chosen"), [(1, "cutedsl_mm_long_bfloat16"), (FEW_ROWS, "cutedsl_mm_long_bfloat16"), (5, "")])
+def test_output_matrices_of_few_rows_are_preferred(registered: KernelRegistry, m: int, chosen: str) -> None:
+    a, weight = torch.empty(m, 8, dtype=torch.bfloat16), torch.empty(LONG_N, 8, dtype=torch.bfloat16)
+    with use_platform(named_platform("sm_90")):
+        found = tokenspeed_kernel.mm.explain(a, weight.t()).chosen.name
+    assert found == chosen if chosen else not found.startswith("cutedsl")
 
 
 GEMMS = [

@@ -216,6 +216,23 @@ def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
         oracle.check(got[first:end], (wanted[first:end], wanted[first:end]))
 
 
+@pytest.mark.parametrize("page_size", [128, 256])
+def test_one_program_serves_all_pages_of_whole_blocks(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that the program takes the page size from the cache, and that sequences end within a page, at its end and beyond."""
+    used: list[Any] = []
+    load = type(prefill.prefill_program).__call__
+    monkeypatch.setattr(type(prefill.prefill_program), "__call__", lambda self, config: used.append(config) or load(self, config))
+    prefill._program_of.cache_clear()
+    case = oracle.paged([5, 70, 3, 1], [300, 256, 513, 128], 8, 1, 64, page_size, torch.bfloat16, torch.device("cpu"))
+    with emulated_sm90(seed=1):
+        got = mha_extend_with_kvcache(
+            case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, 70, 513, True,
+            return_lse=True,
+        )  # fmt: skip
+    oracle.check(got, case.wanted(oracle.Options(is_causal=True)))
+    assert [config.page_size for config in used] == [128]
+
+
 def test_experts_beyond_float16() -> None:
     """Tests activations and results of top-k slots that exceed float16's range."""
     layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, dtype=torch.float16)

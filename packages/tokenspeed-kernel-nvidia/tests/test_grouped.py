@@ -11,6 +11,7 @@ import torch
 from tokenspeed_kernel_nvidia.sm90.common.registers import REGISTERS
 from tokenspeed_kernel_nvidia.sm90.moe import moe_apply
 from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
+from tokenspeed_kernel_nvidia.sm90.moe.grouped import paired
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     CODES,
     PARTS,
@@ -22,6 +23,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     columns_for,
     every_gemm,
     inputs_for,
+    is_paired,
     least_columns,
     most_tiles,
 )
@@ -258,6 +260,43 @@ def test_every_width_of_codes(sm90: torch.device, count: int, columns: int) -> N
         assert layer.error(x, weights, ids, codes=codes, columns=columns) <= 2e-2
 
 
+class PairedLayer(RoundedLayer):
+    """A layer that calls the kernel whose CTAs share columns."""
+
+    apply = staticmethod(paired.moe_apply_paired)
+
+
+@pytest.mark.parametrize(("activation_dtype", "hidden"), [("none", 192), ("fp8", 160)])
+@pytest.mark.parametrize("count", [1, 9, 31, 33, 64, 100, 143, 144, 145, 287, 288, 289, 400])
+def test_every_width_that_ctas_share(sm90: torch.device, count: int, activation_dtype: str, hidden: int) -> None:
+    layer = PairedLayer(sm90, 4, 1, hidden, 192, activation_dtype=activation_dtype, **GPT_OSS)
+    x, weights, ids = layer.tokens(2 * count - 1)
+    ids[:count], ids[count:] = 2, 1
+    if activation_dtype == "none":
+        layer.check(x, weights, ids)
+    assert layer.error(x, weights, ids) <= 2e-2
+
+
+@pytest.mark.parametrize("activation_dtype", ["none", "fp8"])
+def test_overlapping_kernels_whose_ctas_share_columns(sm90: torch.device, activation_dtype: str) -> None:
+    """Tests kernels that overlap in a graph (PDL). The output of each call is the next call's tokens."""
+    layer = PairedLayer(sm90, 16, 4, 256, 192, activation_dtype=activation_dtype, **GPT_OSS)
+    x, weights, ids = layer.tokens(700)
+    ids[::5] = -1
+    wanted = x
+    for _ in range(4):
+        wanted = layer.run(wanted, weights, ids)
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = x
+        for _ in range(4):
+            out = layer.run(out, weights, ids)
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(out, wanted)
+
+
 @pytest.mark.slow
 def test_random_layers(sm90: torch.device) -> None:
     draw = random.Random(3)
@@ -319,6 +358,16 @@ def test_tiles_by_the_number_of_pairs(inputs: tuple[str, ...], columns: tuple[in
     assert all(width in SUPPORTED[kind] for width in chosen for kind in inputs)
 
 
+def test_ctas_share_columns_if_there_are_many_pairs() -> None:
+    def shared(pairs: int, hidden: int, rounded: bool, dtype: str = "bfloat16") -> bool:
+        return is_paired(dtype, pairs * 128, 128, hidden, 2880, rounded)
+
+    assert [shared(pairs, 2880, False) for pairs in (128, 140, 141, 256)] == [False, False, True, True]
+    assert [shared(pairs, 2880, True) for pairs in (32, 128, 129, 256)] == [False, False, True, True]
+    assert [shared(256, 2880, rounded, "float16") for rounded in (False, True)] == [False, False]
+    assert [shared(256, 2912, rounded) for rounded in (False, True)] == [False, True]  # 2912 is a multiple of 32, but not of 64
+
+
 def test_elements_are_split_if_there_are_few_pairs() -> None:
     assert [inputs_for("bfloat16", pairs * 128, 128) for pairs in (1, 8, 16, 17)] == [(PARTS,), (PARTS,), (PARTS,), (PLAIN,)]
     assert inputs_for("float16", 128, 128) == (PLAIN,)
@@ -332,8 +381,8 @@ def test_elements_are_split_if_there_are_few_pairs() -> None:
         ("bfloat16", 32, 384, False),
         ("bfloat16", 8, 128, False),
         ("float16", 128, 1024, False),
-        ("bfloat16", 128, 1024, True),
-        ("float16", 32, 256, True),
+        ("bfloat16", 128, 512, True),
+        ("float16", 32, 128, True),
     ],
 )
 def test_few_pairs_are_streamed(dtype: str, experts: int, most: int, rounded: bool) -> None:

@@ -61,14 +61,14 @@ def table_of(memory: Memory, scale: Tensor | None) -> list[int]:
     return [memory.put(bytes_of(stored)), row, column]
 
 
-def run(name: str, m: int, k: int, n: int, ctas: int, sharing: Any = "", seed: int = 0) -> None:
+def run(name: str, m: int, k: int, n: int, ctas: int, sharing: Any = "", seed: int = 0, long: bool = False) -> None:
     made, dtype = CALLS[name]
     given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, seed))
     a, b, bias = (given[each] for each in ("a", "b", "bias"))
     weights, scales = kinds_of(b, given["b_scale"])
-    config = config_of(dtype_name(a.dtype), weights, scales, dtype_name(dtype), m, sharing)
-    memory = Memory(1 << 24)
     row_bytes = b.shape[0] * b.element_size()
+    config = config_of(dtype_name(a.dtype), weights, scales, dtype_name(dtype), m, sharing, row_bytes, long)
+    memory = Memory(1 << 24)
     out = memory.put(np.full(m * n * dtype.itemsize, 0x44, np.uint8))
     share = n // (ctas // config.cluster)
     part = -(-row_bytes // (QUAD_BYTES * config.cluster)) * QUAD_BYTES
@@ -120,6 +120,12 @@ def test_every_kind_of_weights(name: str) -> None:
     """Tests two CTAs with different numbers of rows, a partly filled tile, and rows that end within a stage."""
     run(name, 3, 288, 21, 2)
     run(name, 11, 96, 9, 1)
+
+
+def test_long_gemms() -> None:
+    """Tests the configuration with more warps, with several groups of rows, and a row that ends within a stage."""
+    run("fp8 weights, channel", 1, 2880, GROUP + 3, 1, long=True)
+    run("fp8 weights, channel", 4, 3104, 21, 2, long=True)
 
 
 @pytest.mark.parametrize("m", [2, 9])

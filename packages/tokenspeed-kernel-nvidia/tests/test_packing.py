@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel import KernelRegistry, get_operator
+from tokenspeed_kernel.workbench import packing
 from tokenspeed_kernel.workbench.packing import Outcome, _completed, prepared_by_shape
 from tokenspeed_kernel_base import config, packs, storage
 from tokenspeed_kernel_base.cases import Draw
@@ -97,6 +99,30 @@ def test_a_pack_from_a_capture_to_its_use(tmp_path: Path, monkeypatch: pytest.Mo
     assert "1 of 2 calls would compile" in said
     assert "rmsnorm_kernel is not compiled yet for norm.rmsnorm (triton_rmsnorm), call x float16[2, 128]" in said
     assert f"damaged: cutedsl/{program.name}" in said
+
+
+def test_a_program_is_listed_once_also_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes may compile a Triton program at the same time. Programs of one name with other keys are other programs."""
+    one = Compilation("some_kernel", "Triton", "norm.rmsnorm", "triton_rmsnorm", "", 1.0, "one")
+    other = dataclasses.replace(one, key="other")
+    ends = [one, dataclasses.replace(one, seconds=2.0), other]
+
+    def interrupted(*arguments: object) -> Iterator[Outcome]:
+        yield Outcome("norm.rmsnorm", "first", compiled=(ends.pop(0),))
+        raise KeyboardInterrupt
+
+    def rest(*arguments: object) -> Iterator[Outcome]:
+        yield Outcome("norm.rmsnorm", "first")
+        yield Outcome("norm.rmsnorm", "second", compiled=tuple(ends))
+
+    folder = tmp_path / "pack"
+    monkeypatch.setattr(packing, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(packing.build(packing.Source("unused"), "sm_90a", folder, 1))
+    monkeypatch.setattr(packing, "run", rest)
+    list(packing.build(packing.Source("unused"), "sm_90a", folder, 1))
+    assert [each["key"] for each in packs.read_pack(folder).manifest["programs"]] == ["one", "other"]
+    assert [path.name for path in folder.iterdir()] == ["pack.json"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_ro
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_base.ops.quantization.mx import quantize_mxfp4
 from tokenspeed_kernel_nvidia.cutedsl.launch import KINDS
-from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import GROUP_PAIRS, QkvConfig, launch_parameters_of
+from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import GROUP_PAIRS, QkvConfig, config_of, launch_parameters_of
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.launch import rmsnorm_qkv_rope_program
 
 BF16 = torch.bfloat16
@@ -77,7 +77,8 @@ def run(
     memory = Memory(1 << 24)
     places = [memory.put(bytes_of(cache)) for cache in caches]
     out, total = (memory.put(np.full(2 * size, 0x44, np.uint8)) for size in (tokens * columns, tokens * hidden))
-    config = QkvConfig("bfloat16", head_dim, "dense" if scales is None else "mxfp4" if scale == "mxfp4" else "float8_e4m3fn")
+    stored = "dense" if scales is None else "mxfp4" if scale == "mxfp4" else "float8_e4m3fn"
+    config = config_of("bfloat16", head_dim, stored, hidden)
     numbers = launch_parameters_of(config, tokens, columns, hidden, ctas)
     pairs = columns // 2
     wide = int(index_dtype == torch.int64)

@@ -20,6 +20,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     SQUARES,
     WEIGHTS,
     QkvConfig,
+    config_of,
     every_config,
     launch_parameters_of,
 )
@@ -198,9 +199,10 @@ def test_the_same_alone_and_with_others(sm90: torch.device) -> None:
 
 def test_every_size_has_room() -> None:
     """Asserts that the tokens, a ring buffer of several stages, the barriers and the sums of squares fit into shared memory."""
-    assert [(config.head_dim, config.weights) for config in every_config()] == [*itertools.product(HEAD_DIMS, WEIGHTS)]
+    assert {(config.head_dim, config.weights) for config in every_config()} == {*itertools.product(HEAD_DIMS, WEIGHTS)}
     for tokens, hidden, weights in itertools.product((1, MOST_TOKENS), (32, 2880, MOST_HIDDEN), WEIGHTS):
-        config = QkvConfig("bfloat16", 64, weights)
+        config = config_of("bfloat16", 64, weights, hidden)
+        assert config in every_config()
         numbers = launch_parameters_of(config, tokens, 5120, hidden, 132)
         assert numbers.size <= SHARED_BYTES
         assert numbers.stages >= min(4, -(-config.row_bytes(hidden) // config.gemm.part_bytes) * 5)

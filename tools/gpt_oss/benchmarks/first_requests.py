@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import random
@@ -31,9 +32,8 @@ from typing import Any, TypeVar
 import torch
 
 from gpt_oss import Engine, GptOss, PagedKVCache, RandomTensors, Request, Sampling
-from gpt_oss.benchmark import Workload
+from gpt_oss.config import preset
 from tokenspeed_kernel import CompilationForbiddenError, compilations, compile_policy, shape_capture
-from tokenspeed_kernel.workbench.benchmark import as_text, collect_metadata
 
 # The largest acceptable value of each measurement, for GPT-OSS-120B on an H200.
 BARS = {"first_token_s": 12.0, "first_batch_s": 0.5, "compilations": 0, "slow_steps": 0, "requests_left": 0}
@@ -86,7 +86,7 @@ class Measurement:
         compiled = [str(each) for each in compilations()]
         self.found |= {"process_s": process_seconds(), **values, "compilations": len(compiled), "compiled": compiled}
         if self._output is not None:
-            self._output.write_text(as_text(self.found))
+            self._output.write_text(json.dumps(self.found, indent=1) + "\n")
 
     def repeated(self, action: Callable[[], Result]) -> Result:
         """Runs an action. If the policy forbids a compilation that the action needs, notes this and runs the action again with the
@@ -129,7 +129,7 @@ def run_random(engine: Engine, measurement: Measurement, options: argparse.Names
 
 
 def measure(options: argparse.Namespace, measurement: Measurement) -> None:
-    config = Workload(options.preset, options.layers, batches=(), contexts=(), prefills=()).config
+    config = preset(options.preset) if options.layers is None else preset(options.preset).with_layers(options.layers)
     dtype = getattr(torch, options.dtype)
     longest = max(options.longest, options.batch_tokens) + 32
     imported = process_seconds()
@@ -155,6 +155,9 @@ def measure(options: argparse.Namespace, measurement: Measurement) -> None:
 
 
 def metadata_of(options: argparse.Namespace) -> dict[str, Any]:
+    # Imported here, because a server does not import the workbench before its first token.
+    from tokenspeed_kernel.workbench.benchmark import collect_metadata
+
     metadata = dataclasses.asdict(collect_metadata(options.command, options.device))
     return {**metadata, **({"git_commit": options.commit} if options.commit else {})}
 

@@ -55,8 +55,8 @@ TINY: dict[str, Any] = {
 VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
     "eager": ("eager", None),
     "sdpa": ("sdpa", None),
-    "tokenspeed attention": ("sdpa", {"norms": False, "gated_mlps": False}),
-    "tokenspeed attention, norms": ("sdpa", {"gated_mlps": False}),
+    "tokenspeed attention": ("sdpa", {"attention": True, "norms": False, "gated_mlps": False}),
+    "tokenspeed all": ("sdpa", {"attention": True}),
     "tokenspeed": ("sdpa", {}),
 }
 # The largest allowed difference between a variant's first logits and sdpa's: a root mean square, in standard deviations of the

@@ -93,7 +93,7 @@ _PROFILE = [
     *("--tasks", "describe,kernels,prefill-kernels", "--inproc", "--kv-gib", "0.5"),
     *("--max-num-batched-tokens", "16384", "--max-num-seqs", "128"),
 ]
-_SPEED = ["--tasks", "describe,decode,prefill", "--prefix-caching", "--max-num-seqs", "256"]
+_SPEED = ["--tasks", "describe,decode,prefill", "--max-num-seqs", "256"]
 
 
 def parser_of() -> argparse.ArgumentParser:

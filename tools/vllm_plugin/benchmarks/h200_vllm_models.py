@@ -4,7 +4,7 @@
 
 An engine takes a minute or more to start, and about 20 s to measure. So the engines of a *round*, which fit on a GPU together,
 start side by side. When all have started, they are measured one after another, alone on their GPU. Each GPU has its own CPU cores,
-and goes on to its next round by itself. Models that need all GPUs (tensor parallelism) are measured first.
+and goes on to its next round by itself. Models that need all GPUs (tensor parallelism) start one after another, before all others.
 
 Engines of one model differ only in the plugin: they have the same settings of vLLM, and run on the same GPU. Each model's file in
 ``--folder`` is written whenever one of its engines is done, so a run that is cut off keeps what it has measured. A later run adds
@@ -45,7 +45,7 @@ class Case:
     Args:
         model: a name of ``random_models.py``.
         gib: device memory of one engine on each of its GPUs while it starts, estimated: weights, cache, activations of 16,384
-            tokens.
+            tokens. vLLM's MXFP4 experts take twice their size while they are rearranged.
         gpus: number of GPUs; more than one: tensor parallelism.
         words: arguments of ``vllm_engine.py``.
     """
@@ -58,7 +58,7 @@ class Case:
 
 # The keys name the files of results.
 CASES = {
-    f"{DEFAULT}-tp2": Case(DEFAULT, 41, 2, ("--tasks", "describe,decode,prefill,random", "--requests", "200")),
+    f"{DEFAULT}-tp2": Case(DEFAULT, 90, 2, ("--tasks", "describe,decode,prefill,random", "--requests", "200")),
     "gpt-oss-20b": Case("gpt-oss-20b", 21),
     "llama-3.1-8b": Case("llama-3.1-8b", 31),
     "llama-3.1-8b-fp8": Case("llama-3.1-8b-fp8", 23),
@@ -85,26 +85,34 @@ def _all(case: str, *variants: str) -> Engines:
 
 
 # The rounds in order of their value: a run that is cut off has measured the first ones. A case's engines share a GPU, except for
-# one variant of the last round.
+# some variants of a later round.
 ROUNDS = (
-    Round(0, _all(f"{DEFAULT}-tp2", "plugin"), (_all("gpt-oss-20b", "plugin"), _all("llama-3.1-8b-fp8", "plugin"))),
+    Round(
+        0,
+        [],
+        (
+            [*_all("gpt-oss-20b", "plugin"), *_all("llama-3.1-8b-nvfp4", "plugin-fp4-linear")],
+            _all("qwen3-30b-a3b-fp8", "plugin", "plugin-experts"),
+        ),
+    ),
     Round(
         1,
         [],
         (
-            [*_all("llama-3.1-8b", "plugin"), *_all("llama-3.1-8b-nvfp4", "plugin-fp4-linear")],
-            [*_all("qwen3-30b-a3b-fp8", "plugin"), ("llama-3.1-8b-fp8", "plugin-fp8-linear")],
+            _all("deepseek-v3", "plugin-mla-only"),
+            [("qwen3-30b-a3b", "vllm"), *_all("qwen3-30b-a3b-mxfp4", "plugin-fp4")],
         ),
     ),
-    Round(2, [], (_all("deepseek-v3", "plugin-mla-only"), [("qwen3-30b-a3b-fp8", "plugin-experts"), ("qwen3-30b-a3b", "vllm")])),
+    Round(2, _all(f"{DEFAULT}-tp2", "plugin"), ([], [])),
     Round(
         3,
         [],
         (
             [("deepseek-v3", "plugin-mla"), ("qwen3-30b-a3b", "plugin-experts")],
-            [("qwen3-30b-a3b", "plugin"), *_all("qwen3-30b-a3b-mxfp4", "plugin-fp4")],
+            [("qwen3-30b-a3b", "plugin"), *_all("llama-3.1-8b-fp8", "plugin")],
         ),
     ),
+    Round(4, [], (_all("llama-3.1-8b", "plugin"), [("llama-3.1-8b-fp8", "plugin-fp8-linear")])),
 )
 
 
@@ -132,10 +140,18 @@ class Lease:
         words += ["--batches", *map(str, given.batches), "--decode", str(given.decode), "--repeats", str(given.repeats)]
         words += ["--tensor-parallel", str(case.gpus)]
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-        made = one_model.Process(variant, words, out, self.path, self.temporary / f"cache-{name}-{variant}", variables)
+        made = one_model.Process(variant, words, out, self.path, self.cache(f"{name}-{variant}"), variables)
         _pin(made.process.pid, gpus, self.given.gpus)
         self.say(f"GPU {gpus}: {name} {variant} starts")
         return made
+
+    def cache(self, engine: str) -> Path:
+        """Makes an engine's folder of compiled code. Engines share what vLLM finds out about a model's class, which takes 20 s."""
+        folder, shared = self.temporary / f"cache-{engine}", self.temporary / "modelinfos"
+        folder.mkdir()
+        shared.mkdir(exist_ok=True)
+        (folder / "modelinfos").symlink_to(shared)
+        return folder
 
     def ready(self, engine: one_model.Process) -> bool:
         return (engine.out / f"{engine.name}.ready").exists()
@@ -216,15 +232,17 @@ class Lease:
 
     def run(self, rounds: Sequence[Round]) -> None:
         """Runs the rounds. Each GPU goes on with its next engines by itself."""
-        gpus, first = self.given.gpus, rounds[0]
-        wide = [(name, self.start(name, variant, gpus[: CASES[name].gpus])) for name, variant in first.wide]
+        gpus, wide = self.given.gpus, []
+        for name, variant in rounds[0].wide:  # one after another, because of the memory
+            wide.append((name, self.start(name, variant, gpus[: CASES[name].gpus])))
+            self.wait_until_ready([wide[-1][1]])
         # With fewer GPUs than a round has shares, a GPU takes several shares, one after another.
         shares = [[share for each in rounds for share in each.shares[at :: len(gpus)] if share] for at in range(len(gpus))]
         begun = [
             [(name, self.start(name, variant, [gpu])) for name, variant in own[0]] if own else []
             for gpu, own in zip(gpus, shares, strict=True)
         ]
-        self.wait_until_ready([engine for engines in (wide, *begun) for _, engine in engines])
+        self.wait_until_ready([engine for engines in begun for _, engine in engines])
         self.measure_all(wide)
         threads = [
             threading.Thread(target=self.on_gpu, args=(gpu, engines, own[1:]))

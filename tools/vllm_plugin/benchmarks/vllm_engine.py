@@ -43,6 +43,8 @@ _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # Without NVLink multicast, which the measured machine lacks, vLLM would not use symmetric memory anyway.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    # Otherwise DeepGEMM compiles kernels for about a thousand batch sizes. Those that are measured are compiled before that.
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
     # `apply_model` needs this variable to accept a function.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
@@ -79,8 +81,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--norms", action="store_true", help="norms by this plugin's provider of vLLM's IR")
     p.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     p.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt, for decode")
-    p.add_argument("--decode", type=int, default=136, help="tokens that the longer of two runs generates")
-    p.add_argument("--short", type=int, default=8, help="and the shorter")
+    p.add_argument("--decode", type=int, default=136, help="tokens that each request generates")
+    p.add_argument("--short", type=int, default=8, help="tokens that each request has generated before decode is measured")
     p.add_argument("--prefill", help="prompts and their tokens, like 4x8192")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--requests", type=int, default=1000, help="for random")
@@ -145,7 +147,7 @@ def describe(model: Any) -> dict[str, Any]:
             serving = getattr(impl, "serving", None)
             found[name] = {"backend": backend.get_name(), "impl": type(impl).__module__ + "." + type(impl).__name__}
             if serving is not None:
-                found[name]["kernels"] = getattr(serving, "kernels", serving.package)
+                found[name]["kernels"] = getattr(serving, "kernels", None) or getattr(serving, "package", "")
         method = getattr(module, "quant_method", None)
         if "xpert" in type(method).__name__ or hasattr(method, "mxfp4_backend"):
             plan = getattr(method, "plan", None)
@@ -206,6 +208,7 @@ class Engine:
         self.saved: dict[str, Any] = {}
         self.random = random.Random(0)
         self.highest_token = 199000  # tokens above this one are special, or not in the vocabulary
+        self.asked = 0  # number of calls of `steps`
         self.llm: Any = None
         self.watched: Any = None
 
@@ -383,23 +386,43 @@ class Engine:
         )
 
     def decode(self) -> None:
-        """Measures milliseconds per token. The same prompts run with few and with many generated tokens; the difference of the
-        median times is divided by the number of additional tokens. With ``--prefix-caching``, only the first run computes the
-        prompts, so a measurement takes less time, and its parts differ less.
+        """Measures milliseconds per token of steps in which all requests of a batch generate a token: see `steady`. The first run
+        compiles the kernels for this batch size, and is not counted.
         """
         for batch in self.a.batches:
-            prompts = self.prompts(batch, self.a.prompt)
-            # These runs compile the kernels for this batch size before the timed runs.
-            for tokens in (self.a.short, self.a.decode, self.a.short):
-                self.generate(prompts, tokens)
-            short, long = [], []
-            for _ in range(self.a.repeats):
-                short.append(self.generate(prompts, self.a.short)[0])
-                long.append(self.generate(prompts, self.a.decode)[0])
-            between = self.a.decode - self.a.short
-            middle = (statistics.median(long) - statistics.median(short)) / between
-            pairs = [round(1e3 * (a - b) / between, 4) for a, b in zip(long, short, strict=True)]
-            self.report("decode", batch=batch, layers=self.a.layers, ms=round(1e3 * middle, 4), pairs=pairs)
+            runs = [steady(self.steps(self.prompts(batch, self.a.prompt)), self.a.short) for _ in range(self.a.repeats + 1)][1:]
+            times = sorted(1e3 * seconds for seconds, _ in runs)
+            self.report(
+                "decode",
+                batch=batch,
+                layers=self.a.layers,
+                ms=round(statistics.median(times), 4),
+                all_ms=[round(each, 4) for each in times],
+                steps=min(steps for _, steps in runs),
+            )
+
+    def steps(self, prompts: Any) -> list[tuple[float, list[int]]]:
+        """Generates ``--decode`` tokens for each prompt. Returns, for each step of the engine, the time in seconds at which its
+        tokens had arrived, and the number of tokens that each request has so far.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self.llm.llm_engine
+        options = {"ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        sampling = SamplingParams(temperature=0.0, max_tokens=self.a.decode, **options)
+        self.asked += 1
+        names = [f"d{self.asked}-{row}" for row in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, prompt, sampling)
+        counts, found = dict.fromkeys(names, 0), []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                counts[output.request_id] += len(output.outputs[0].token_ids)
+            found.append((time.perf_counter(), list(counts.values())))
+        if any(count != self.a.decode for count in counts.values()):
+            raise RuntimeError(f"asked for {self.a.decode} tokens, got {counts}")
+        return found
 
     def prefill(self) -> None:
         """Measures prefill tokens per second; each prompt generates one token. All runs have new prompts, so none is cached."""
@@ -485,6 +508,26 @@ class Engine:
 
         if self.saved:
             torch.save(self.saved, self.a.out / f"{self.a.name}.pt")
+
+
+def steady(steps: Sequence[tuple[float, Sequence[int]]], least: int) -> tuple[float, int]:
+    """Returns the seconds per token while all requests of a batch generate, and the number of tokens that this is measured over.
+
+    Requests start at different steps, and end at different steps. So the measurement begins when all requests have ``least``
+    tokens, and ends before the first request has all of its tokens.
+
+    Args:
+        steps: for each step, when its tokens had arrived, and the number of tokens that each request has so far.
+        least: number of tokens.
+    """
+    wanted = max(steps[-1][1])
+    window = [step for step in steps if min(step[1]) >= least and max(step[1]) < wanted]
+    if len(window) < 2:
+        raise ValueError(f"no steps in which all requests generate, after {least} of {wanted} tokens each")
+    (begin, first), (end, last) = window[0], window[-1]
+    # Tokens of several steps may arrive together.
+    tokens = sum(last) / len(last) - sum(first) / len(first)
+    return (end - begin) / tokens, round(tokens)
 
 
 def family_of(kernel: str) -> str:
@@ -574,8 +617,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # The engine's processes import this module by its name to unpickle its functions.
+    import vllm_engine
+
     # The process exits without waiting for the engine's other processes, because all results are on disk.
-    code = main()
+    code = vllm_engine.main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

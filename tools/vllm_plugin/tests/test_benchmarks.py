@@ -183,7 +183,8 @@ def test_the_engines_of_a_round_fit_on_a_gpu() -> None:
     assert len(engines) == len(set(engines))
     assert {name for name, _ in engines} == models.CASES.keys()
     for each in models.ROUNDS:
-        wide = sum(models.CASES[name].gib for name, _ in each.wide)
+        # Engines on all GPUs start one after another. After the start, they take half as much memory.
+        wide = sum(models.CASES[name].gib / 2 for name, _ in each.wide)
         for share in each.shares:
             assert wide + sum(models.CASES[name].gib for name, _ in share) <= models.MEMORY_GIB
         assert all(models.CASES[name].gpus == 1 for share in each.shares for name, _ in share)
@@ -208,6 +209,20 @@ with (a.out / f"{a.name}.jsonl").open("a") as file:
     for row in ({"figure": "decode", "batch": 1, "ms": ms, "gpus": os.environ["CUDA_VISIBLE_DEVICES"]}, {"figure": "end"}):
         file.write(json.dumps({"engine": a.name, **row}) + "\\n")
 """
+
+
+def test_decode_is_measured_while_all_requests_generate() -> None:
+    """Two requests: the second starts two steps later, and so ends later. Steps take 2 s in between, and 5 s elsewhere."""
+    steps, now = [], 0.0
+    for step in range(1, 13):
+        counts = [min(step, 10), min(max(step - 2, 0), 10)]
+        now += 2 if min(counts) >= 3 and max(counts) <= 9 else 5
+        steps.append((now, counts))
+    assert vllm_engine.steady(steps, 2) == (2.0, 5)  # 2 to 7 tokens of the second request
+    together = [steps[i] for i in (4, 6, 8)]  # the tokens of two steps arrive together
+    assert vllm_engine.steady([*together, steps[-1]], 2) == (2.0, 4)
+    with pytest.raises(ValueError, match="after 9 of 10 tokens"):
+        vllm_engine.steady(steps, 9)
 
 
 def test_rounds_of_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,6 +294,42 @@ class FakeEngine:
                     )
                 )
         return ended
+
+
+class SteppingEngine:
+    """An engine whose requests start one step after another, and generate one token in each step."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, int] = {}
+        self.running = 0
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], sampling: Any) -> None:
+        assert (sampling.output_kind.name, sampling.ignore_eos) == ("DELTA", True)
+        self.requests[name] = sampling.max_tokens
+
+    def has_unfinished_requests(self) -> bool:
+        return any(self.requests.values())
+
+    def step(self) -> list[Any]:
+        self.running += 1
+        found = []
+        for name in list(self.requests)[: self.running]:
+            if self.requests[name]:
+                self.requests[name] -= 1
+                found.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[7])]))
+        return found
+
+
+def test_decode_steps_an_engine(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
+    words = ["--name", "fake", "--out", str(tmp_path), "--batches", "1", "3", "--decode", "40", "--repeats", "2"]
+    engine = vllm_engine.Engine(vllm_engine.arguments(words))
+    engine.llm = SimpleNamespace(llm_engine=SteppingEngine())
+    engine.decode()
+    rows = [json.loads(line) for line in (tmp_path / "fake.jsonl").read_text().splitlines()]
+    assert [(row["figure"], row["batch"], len(row["all_ms"])) for row in rows] == [("decode", 1, 2), ("decode", 3, 2)]
+    assert all(row["ms"] > 0 for row in rows)
+    assert rows[1]["steps"] in (29, 31)  # of 40: not the first 8, nor the last; later repetitions start together
 
 
 def run_requests(tmp_path: Path, fake: FakeEngine, count: int = 200, here: bool = True) -> dict[str, Any]:

@@ -16,7 +16,12 @@ core = pytest.importorskip("tokenspeed_kernel", reason="GEMMs are the core's")
 
 from vllm.model_executor.kernels import linear as vllms
 from vllm.model_executor.layers import quantization
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import break_fp4_bytes, run_nvfp4_emulations
 from vllm.platforms import current_platform
 from vllm_checkpoints import BLOCKS, KINDS, config_of, modelopt_checkpoint
@@ -226,6 +231,16 @@ def test_it_is_off_by_default(fp4: Any, said: list[str], monkeypatch: pytest.Mon
     monkeypatch.delenv("TOKENSPEED_VLLM_FP4_LINEAR")
     assert type(make_layer(kind).quant_method).__name__ in OWN[kind.split()[0]]
     assert not said
+
+
+def test_a_format_without_a_kernel_is_refused_by_name(fp4: Any, said: list[str]) -> None:
+    layer = ReplicatedLinear(256, 128, bias=False, prefix="model.layers.0.mlp.gate_proj")
+    method = config_of("compressed int4").get_quant_method(layer, "model.layers.0.mlp.gate_proj")
+    assert type(method).__name__ in OWN["compressed"]
+    assert said == [
+        "tokenspeed_kernel_vllm: vLLM's own compressed-tensors linear layers, because no kernel has the format of "
+        "CompressedTensorsWNA16"
+    ]
 
 
 def test_the_expansion_of_latents_is_vllms(fp4: Any) -> None:

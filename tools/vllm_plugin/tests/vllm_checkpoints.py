@@ -61,9 +61,13 @@ KINDS: dict[str, tuple[tuple[str, dict[str, Any]], str, str]] = {
 }
 
 
+# int4 weights in groups of 128, which no kernel has.
+INT4 = _compressed("pack-quantized", {**_group(4, 128), "type": "int"}, None)
+
+
 def config_of(kind: str) -> Any:
     """Returns vLLM's configuration of a kind of checkpoint, from the registry that our configurations are in."""
-    (name, given), _, _ = KINDS[kind]
+    name, given = INT4 if kind == "compressed int4" else KINDS[kind][0]
     config = quantization.get_quantization_config(name).from_config(given)
     config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
     return config

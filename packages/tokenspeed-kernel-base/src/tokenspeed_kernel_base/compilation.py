@@ -53,6 +53,7 @@ class Compilation:
             number of the others. Empty outside a kernel's call.
         call: shapes, dtypes and options of the kernel's call; empty outside a kernel's call.
         seconds: duration of the compilation in seconds.
+        key: the program's key in the compiler's cache, if its name and configuration alone do not identify it.
     """
 
     program: str
@@ -61,6 +62,7 @@ class Compilation:
     kernel: str
     call: str
     seconds: float
+    key: str = ""
 
     def __str__(self) -> str:
         return f"{self.compiler} compiled {self.program}{_during(self.operator, self.kernel, self.call)} in {self.seconds:.1f} s"
@@ -122,31 +124,32 @@ def current_compile_policy() -> str:
 class Started:
     """A compilation in progress, returned by `start`."""
 
-    def __init__(self, program: str, compiler: str, caller: Caller) -> None:
-        self._program, self._compiler, self._caller = program, compiler, caller
+    def __init__(self, program: str, compiler: str, caller: Caller, key: str) -> None:
+        self._program, self._compiler, self._caller, self._key = program, compiler, caller, key
         self._begun = time.perf_counter()
 
     def finish(self) -> None:
         """Records the compilation, and logs it if the policy is ``"warn"``. Callers do not call this method if the compilation
         fails."""
-        event = Compilation(self._program, self._compiler, *self._caller, time.perf_counter() - self._begun)
+        event = Compilation(self._program, self._compiler, *self._caller, time.perf_counter() - self._begun, self._key)
         with _lock:
             _events.append(event)
         if current_compile_policy() == "warn":
             logger.warning("%s", event)
 
 
-def start(program: str, compiler: str) -> Started:
+def start(program: str, compiler: str, key: str = "") -> Started:
     """Announces a compilation. Code that compiles a program calls this function first, and `Started.finish` after the compilation.
 
     Args:
         program: the program's name in messages.
         compiler: the compiler's name.
+        key: see `Compilation`.
 
     Raises:
         CompilationForbiddenError: the policy is ``"forbid"``.
     """
-    return Started(program, compiler, refuse_if_forbidden(program))
+    return Started(program, compiler, refuse_if_forbidden(program), key)
 
 
 def refuse_if_forbidden(program: str) -> Caller:

@@ -74,7 +74,7 @@ class PolicyCache(CacheManager):  # type: ignore[misc]  # Triton has no types
         found = self._packed(filename) or self._cache.get_group(filename)
         missing = found is None or knobs.compilation.always_compile
         if missing and filename.endswith(_METADATA) and compilation.called_by_kernels("triton"):
-            self._started = compilation.start(filename.removesuffix(_METADATA), "Triton")
+            self._started = compilation.start(filename.removesuffix(_METADATA), "Triton", self._key)
         return found
 
     def _packed(self, filename: str) -> dict[str, str]:

@@ -18,14 +18,14 @@ PAGE = Path(__file__).parents[4] / "docs" / "measurements.md"
 
 
 @pytest.fixture
-def benchmark(programs: Callable[[str], ModuleType]) -> Any:
+def all_reduce(programs: Callable[[str], ModuleType]) -> Any:
     """Returns the benchmark's module, made importable by the processes that it starts."""
     return programs("all_reduce")
 
 
-def test_it_measures_on_a_cpu(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_measures_on_a_cpu(all_reduce: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
-    assert benchmark.main(["--device", "cpu", "--rows", "1,3", "--hidden", "24", "--dtype", "float32", "--json", str(path)]) == 0
+    assert all_reduce.main(["--device", "cpu", "--rows", "1,3", "--hidden", "24", "--dtype", "float32", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert "--rows 1,3 --hidden 24 --dtype float32" in report["metadata"]["command"]
     assert str(tmp_path) not in report["metadata"]["command"]
@@ -35,7 +35,7 @@ def test_it_measures_on_a_cpu(benchmark: Any, tmp_path: Path, capsys: pytest.Cap
     assert all(row["exact"] for row in report["rows"] if not row["skipped"])
     said = capsys.readouterr().out
     assert "torch one_shot, 1 rows: symmetric memory is for GPUs" in said
-    assert benchmark.table(report) in said
+    assert all_reduce.table(report) in said
 
 
 def one_rank_fails() -> dict[str, Any]:
@@ -51,7 +51,7 @@ def one_rank_fails() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.usefixtures("benchmark")
+@pytest.mark.usefixtures("all_reduce")
 def test_an_implementation_that_fails_ends_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     for found in run_world(one_rank_fails, 2):
@@ -69,13 +69,13 @@ def test_rows_are_sent_on_a_cpu(programs: Callable[[str], ModuleType], tmp_path:
     assert "| moe_dispatch, moe_combine: gloo, two all-to-alls |" in capsys.readouterr().out
 
 
-def test_a_machine_without_gpus_says_so(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark.main(["--ranks", "64"]) == 1
+def test_a_machine_without_gpus_says_so(all_reduce: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert all_reduce.main(["--ranks", "64"]) == 1
     assert "64 processes need a GPU each" in capsys.readouterr().err
 
 
-def test_the_page_shows_the_report(benchmark: Any) -> None:
+def test_the_page_shows_the_report(all_reduce: Any) -> None:
     report = json.loads((FOLDER / "h200_all_reduce.json").read_text())
     page = PAGE.read_text()
-    assert benchmark.table(report) in page
+    assert all_reduce.table(report) in page
     assert report["metadata"]["command"] in page

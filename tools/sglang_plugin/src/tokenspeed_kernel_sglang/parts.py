@@ -16,9 +16,12 @@ from tokenspeed_kernel_sglang.settings import Settings
 BACKEND, FALLBACK = "tokenspeed", "triton"
 # The name of the quantisation of GPT-OSS's experts.
 QUANTIZATION = "mxfp4"
+# SGLang's built-in sampling backends for GPUs, which our sampler replaces. Under another name, SGLang's own sampler, which runs the
+# batches that ours does not serve, would reject the name.
+SAMPLERS = ("flashinfer", "pytorch")
 # The names of SGLang's built-in backends that select our backend in this process.
 _replaced: set[str] = set()
-# The names of SGLang's methods that this plugin has hooked in this process.
+# The names of SGLang's methods that this plugin has hooked in this process, and "sampling".
 _hooked: set[str] = set()
 
 
@@ -35,6 +38,7 @@ def register_parts(settings: Settings) -> None:
         ("norms", settings.norms, lambda: _register_layers("norms")),
         ("activations", settings.activations, lambda: _register_layers("activations")),
         ("rope", settings.rope, lambda: _register_layers("rope")),
+        ("sampling", settings.sampling, _register_sampler),
     ]
     for name, wanted, add in parts:
         if not wanted:
@@ -94,6 +98,17 @@ def _register_experts() -> None:
         QUANTIZATION_METHODS[QUANTIZATION] = GptOssConfig
     elif known is not GptOssConfig:
         logger.warning("tokenspeed_kernel_sglang: no experts, because SGLang's quantisation %s is %s here", QUANTIZATION, known)
+
+
+def _register_sampler() -> None:
+    from sglang.srt.layers import sampler
+
+    from tokenspeed_kernel_sglang.sampling import TokenspeedSampler
+
+    if "sampling" not in _hooked:  # SGLang warns about a second registration
+        _hooked.add("sampling")
+        for name in SAMPLERS:
+            sampler.register_sampler_backend(name, TokenspeedSampler)
 
 
 def _register_layers(part: str) -> None:

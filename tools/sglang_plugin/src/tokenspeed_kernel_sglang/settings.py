@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 PREFIX = "TOKENSPEED_SGLANG_"
 _FLAGS = {"1": True, "0": False}
-# The switches and their defaults. The parts NORMS, ACTIVATIONS and ROPE affect every model, and stay off until they are measured.
-_SWITCHES = {"ATTENTION": "1", "MLA": "1", "EXPERTS": "1", "NORMS": "0", "ACTIVATIONS": "0", "ROPE": "0"}
+# The switches and their defaults. The last four parts affect every model, and stay off until they are measured.
+_SWITCHES = {"ATTENTION": "1", "MLA": "1", "EXPERTS": "1", "NORMS": "0", "ACTIVATIONS": "0", "ROPE": "0", "SAMPLING": "0"}
 _REPLACES = "ATTENTION_REPLACES"
 
 
@@ -27,6 +27,7 @@ class Settings:
         norms: whether RMS norms run on our kernels if one is eligible (``TOKENSPEED_SGLANG_NORMS``).
         activations: whether gated SiLU and GELU run on our kernels if one is eligible (``TOKENSPEED_SGLANG_ACTIVATIONS``).
         rope: whether rotary embeddings run on our kernels if one is eligible (``TOKENSPEED_SGLANG_ROPE``).
+        sampling: whether tokens are drawn by our kernels if one is eligible (``TOKENSPEED_SGLANG_SAMPLING``).
     """
 
     attention: bool = True
@@ -36,6 +37,7 @@ class Settings:
     norms: bool = False
     activations: bool = False
     rope: bool = False
+    sampling: bool = False
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:

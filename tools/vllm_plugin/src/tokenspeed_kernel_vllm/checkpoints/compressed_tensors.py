@@ -1,4 +1,6 @@
-"""Checkpoints of the format ``compressed-tensors``: fp8, MXFP4 and NVFP4 linear layers, MXFP4 and NVFP4 experts."""
+"""Checkpoints of the format ``compressed-tensors``: fp8, MXFP4 and NVFP4 linear layers, MXFP4 and NVFP4 experts. If linear layers
+have another format, such as int4, one line of the log says that vLLM's own method runs them.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (
     CompressedTensorsW4A4Nvfp4MoEMethod,
 )
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A4Fp4, CompressedTensorsW4A4Mxfp4
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW4A4Fp4,
+    CompressedTensorsW4A4Mxfp4,
+    CompressedTensorsW8A8Fp8,
+)
 
 from tokenspeed_kernel_vllm.experts.packed import CompressedFp4Experts, fp4_experts
 from tokenspeed_kernel_vllm.linear_fp4 import BLOCKS, Stored, fp4_linear
 from tokenspeed_kernel_vllm.linear_fp8 import fp8_compressed
+from tokenspeed_kernel_vllm.linear_planned import say_own
 
 _NVFP4: dict[str, Any] = {"weight": "weight_packed", "global_scale": "weight_global_scale", "input_scale": "input_global_scale"}
 # How experts are stored, by vLLM's method. Their activations are rounded as the settings say, not as the checkpoint says.
@@ -43,7 +50,12 @@ class CompressedConfig(CompressedTensorsConfig):
             return own
         scheme: Any = getattr(layer, "scheme", None)
         stored = _stored(scheme, (self.get_scheme_dict(layer, prefix) or {}).get("input_activations"))
-        return fp8_compressed(own, prefix, scheme) if stored is None else fp4_linear(own, layer, prefix, stored)
+        if stored is not None:
+            return fp4_linear(own, layer, prefix, stored)
+        if isinstance(scheme, CompressedTensorsW8A8Fp8):
+            return fp8_compressed(own, prefix, scheme)
+        say_own("compressed-tensors", f"no kernel has the format of {type(scheme).__name__}")
+        return own
 
 
 def _stored(scheme: Any, activations: Any) -> Stored | None:

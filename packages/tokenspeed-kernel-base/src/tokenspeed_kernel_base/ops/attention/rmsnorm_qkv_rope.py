@@ -315,6 +315,7 @@ def _() -> list[Case]:
         Case("fp8 weight per tensor, float16", _inputs(3, 96, 4, 2, 32, torch.float16, weights="tensor")),
         Case("fp8 weight per channel, llama heads, no bias", _inputs(1, 208, 2, 2, 128, bias=False, weights="channel")),
         Case("mxfp4 weight", _inputs(2, 96, 4, 2, 64, page_size=4, weights="mxfp4")),
+        Case("mxfp4 weight, llama heads, no bias", _inputs(1, 224, 2, 2, 128, bias=False, weights="mxfp4")),
         *(Case(f"gpt-oss-120b decode {m} with cache", _inputs(m, *gpt_oss, page_size=64), large=True) for m in (1, 4, 16, 64)),
         Case("gpt-oss-120b, fp8 weight, decode 1 with cache", _inputs(1, *gpt_oss, page_size=64, weights="channel"), large=True),
         Case("gpt-oss-120b prefill 4096 with cache", _inputs(4096, *gpt_oss, page_size=64), large=True),

@@ -215,6 +215,13 @@ def _() -> list[Case]:
         Case("gpt-oss-120b qkv, decode 64", dense(64, 2880, 5120, bias=torch.bfloat16), large=True),
         Case("gpt-oss-120b o, prefill 4096", dense(4096, 4096, 2880, bias=torch.bfloat16), large=True),
         Case("gpt-oss-120b lm head, decode 64", dense(64, 2880, 201088), large=True),
+        Case("gpt-oss-120b lm head, decode 1", dense(1, 2880, 201088), large=True),
+        Case("llama-3-8b lm head, float16, decode 4", dense(4, 4096, 128256, dtype=half), large=True),
+        Case(
+            "gpt-oss-120b lm head, fp8 weight only, decode 1",
+            fp8(1, 2880, 201088, a_scale="", b_scale="channel", a_dtype=torch.bfloat16),
+            large=True,
+        ),
         Case("llama-70b down, prefill 8192", dense(8192, 28672, 8192), large=True),
         Case("llama-70b gate and up, fp8 per token", fp8(2048, 8192, 57344, a_scale="token", b_scale="channel"), large=True),
         Case("deepseek-v3 down, fp8 per block, prefill 4096", fp8(4096, 2048, 7168, a_scale="block", b_scale="block"), large=True),

@@ -1,7 +1,7 @@
 """`moe_apply` with mxfp4 weights on Hopper.
 
 Two implementations read weights in the layout of `mxfp4.layout`. `stream` is for few (token, slot) pairs per expert, where reading
-weights is the bottleneck, and `grouped` is for many.
+weights is the bottleneck, and `grouped` is for many. For very many pairs, two CTAs share columns (`grouped.paired`).
 
 A plan is valid for any number of tokens. This kernel is preferred to the portable kernel. On an H200 it was faster at all measured
 numbers of tokens of GPT-OSS-120B, from 1 to 8192, with 16-bit activations (`benchmarks/h200_moe.json`) and with fp8 activations
@@ -42,9 +42,8 @@ _FEW = 16  # the largest mean number of pairs per expert for `stream`; so many p
 # expert), 508 and 447 for 128, 501 and 453 for 256.
 _FEW_BESIDE_SPLIT = 3
 _FEW_IN_ALL = 384
-# With fp8 activations, `stream` is used up to this mean number of pairs per expert. The same layer took 342 us for 64 tokens (2
-# pairs per expert) with `stream`, and 466 us for 256 tokens (8 pairs), router included. In another run, without the router,
-# `grouped` took 432 us for 256 tokens. Means between 2 and 8 are unmeasured, so this bound is a guess.
+# With fp8 activations, `stream` is used up to this mean number of pairs per expert. Microseconds of the same layer, `stream` then
+# `grouped`: 335 and 375 for 64 tokens (2 pairs per expert), 410 and 410 for 128, 453 and 422 for 256.
 _FEW_ROUNDED = 4
 
 

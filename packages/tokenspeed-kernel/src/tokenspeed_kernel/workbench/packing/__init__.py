@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -53,6 +54,7 @@ SM_COUNTS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 _OTHER_SM_COUNT = 256
 # While a pack is made, its programs are in this subfolder of the pack, so that an interrupted build can be resumed.
 BUILDING = ".building"
+_JOURNAL = "programs.jsonl"
 # Kernels in plain PyTorch, which compile nothing. Running them on a CPU would take long.
 _UNCOMPILED = frozenset({"reference", "torch"})
 
@@ -161,9 +163,12 @@ def build(source: Source, arch: str, folder: Path, jobs: int) -> Iterator[Outcom
     if folder.exists() and {path.name for path in folder.iterdir()} - {BUILDING}:
         raise FileExistsError(f"{folder} is not empty: name a new folder, or remove it")
     outcomes = []
+    journal = building / _JOURNAL
     for outcome in run(source, arch, building, None, jobs):
         outcomes.append(outcome)
+        _note(journal, outcome.compiled)
         yield outcome
+    programs = _noted(journal)
     made = compilers()
     for compiler in made:
         _gather(building / compiler.COMPILER, folder / compiler.COMPILER, compiler)
@@ -176,9 +181,23 @@ def build(source: Source, arch: str, folder: Path, jobs: int) -> Iterator[Outcom
             "distributions": _distributions(),
             "toolchains": {each.COMPILER: each.toolchain() for each in made if (folder / each.COMPILER).is_dir()},
             "calls": [{"operator": each.operator, "case": each.case, "kernel": each.kernel} for each in outcomes if not each.error],
-            "programs": [dataclasses.asdict(each) for outcome in outcomes for each in outcome.compiled],
+            "programs": programs,
         },
     )
+
+
+def _note(journal: Path, compiled: Sequence[Compilation]) -> None:
+    """Appends compiled programs to a file beside the unfinished pack, so that an interrupted build does not forget them."""
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    with journal.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(dataclasses.asdict(each)) + "\n" for each in compiled)
+
+
+def _noted(journal: Path) -> list[dict[str, Any]]:
+    """Returns the programs in the file. If several processes compiled a program at the same time, the program is there once."""
+    lines = journal.read_text("utf-8").splitlines() if journal.exists() else []
+    programs = [json.loads(line) for line in lines]
+    return list({(each["compiler"], each["program"], each["key"]): each for each in programs}.values())
 
 
 def run(source: Source, arch: str, cache: Path, pack: Path | None, jobs: int) -> Iterator[Outcome]:

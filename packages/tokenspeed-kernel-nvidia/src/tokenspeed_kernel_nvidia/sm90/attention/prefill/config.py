@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
@@ -76,7 +76,7 @@ class Config:
         dtype: the dtype of q, k, v and the output; of the output alone if q, k and v are fp8.
         head_dim: elements per head of q and k: 64, 128, or a head_dim of TILES.
         gqa_ratio: GQA group size: query heads per KV head. All query heads of a KV head are rows of the same tile.
-        page_size: tokens per page; 0 for ragged K/V.
+        page_size: tokens per page; 0 for ragged K/V. ``block_n`` stands for all its multiples, see `with_page_size`.
         section_mib: how many MiB of K/V concurrently running tiles may read, so that these reads hit in L2. With 8 MiB, fewer heads
             run at once: 524 instead of 537 TFLOP/s at 8192 x 4.
         lazy: log2 by which exponentials may exceed 1 before accumulators are rescaled. The shift of the exponents need not be the
@@ -271,6 +271,17 @@ class Config:
         return self.page_size > 0
 
     @property
+    def holds_blocks(self) -> bool:
+        """Whether a page has whole blocks of keys. The program then takes the page size from the cache's shape, because only the
+        producer's address arithmetic depends on it."""
+        return self.paged and self.page_size % self.block_n == 0
+
+    def with_page_size(self, page_size: int) -> Config:
+        """Returns the configuration that serves pages of this size."""
+        config = replace(self, page_size=page_size)
+        return replace(config, page_size=config.block_n) if config.holds_blocks else config
+
+    @property
     def box(self) -> int:
         """Keys per TMA box; with a paged cache, all of one page."""
         return math.gcd(self.page_size, self.block_n) if self.paged else self.block_n
@@ -318,7 +329,7 @@ class Config:
 def every_config() -> list[Config]:
     """Returns all supported configurations."""
     of_heads = [
-        Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
+        Config(dtype, head_dim, gqa_ratio, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed).with_page_size(page_size)
         for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
         for fp8_cache in ((False,) if fp8 else (False, True))
         for windowed in (False, True)
@@ -328,8 +339,8 @@ def every_config() -> list[Config]:
     ]
     others = [
         Config(
-            dtype, head_dim, gqa_ratio, page_size, fp8=fp8, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv
-        )
+            dtype, head_dim, gqa_ratio, fp8=fp8, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv
+        ).with_page_size(page_size)
         for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
         for head_dim, v_head_dim in (*((width, 0) for width in HEAD_DIMS), *OTHER_WIDTHS)
         for capped in ((False,) if fp8 else (False, True))
@@ -342,11 +353,11 @@ def every_config() -> list[Config]:
         for own_kv in ((False, True) if (head_dim, v_head_dim, gqa_ratio, page_size) == (192, 128, 1, 0) else (False,))
     ]
     of_caches = [
-        Config(dtype, head_dim, gqa_ratio, page_size, fp8_cache=True, windowed=windowed, v_head_dim=v_head_dim)
+        Config(dtype, head_dim, gqa_ratio, fp8_cache=True, windowed=windowed, v_head_dim=v_head_dim).with_page_size(page_size)
         for dtype in DTYPES.values()
         for head_dim, v_head_dim in FP8_CACHE_WIDTHS
         for windowed in (False, True)
         for gqa_ratio in GQA_RATIOS
         for page_size in PAGE_SIZES
     ]
-    return of_heads + others + of_caches
+    return [*dict.fromkeys(of_heads + others + of_caches)]

@@ -62,8 +62,8 @@ def fake_arguments(config: Config):
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     q, out = of_q(tokens, heads, config.head_dim), arguments.rows(config.dtype, tokens, heads, config.widths[1])
     if config.paged:
-        pages = size()
-        k, v = (of_kv(pages, config.page_size, kv_heads, width) for width in config.widths)
+        pages, page_size = size(), size() if config.holds_blocks else config.page_size
+        k, v = (of_kv(pages, page_size, kv_heads, width) for width in config.widths)
         paging = ints(batch), ints(batch, size())
     else:
         kv_tokens = size()

@@ -77,14 +77,13 @@ def _program_of(
         name,
         head_dim,
         heads // kv_heads,
-        page_size,
         fp8=fp8,
         fp8_cache=cache != dtype,
         windowed=windowed,
         v_head_dim=0 if head_dim in HEAD_DIMS else v_head_dim,
         capped=capped,
         own_kv=own_kv,
-    )
+    ).with_page_size(page_size)
     return prefill_program(config), sm_count_of(device)
 
 

@@ -161,10 +161,11 @@ class Loader:
             # instead.
             pages = c.block_n // c.box
             lane = cute.arch.lane_idx()
-            last = cutlass.max(keys.kv_len - 1, 0) // c.page_size
+            page_size = kv.tensor.shape[0] if const_expr(c.holds_blocks) else c.page_size
+            last = cutlass.max(keys.kv_len - 1, 0) // page_size
             number, slot = block * pages + lane % pages, 0
-            if const_expr(c.page_size > c.block_n):  # a block lies within a page
-                number, slot = block * c.block_n // c.page_size, block * c.block_n % c.page_size
+            if const_expr(c.page_size % c.block_n == 0):  # a block lies within a page
+                number, slot = block * c.block_n // page_size, block * c.block_n % page_size
             split = c.box < min(c.page_size, c.block_n)  # neither the page size nor the block size is a multiple of the other
             if const_expr(split):
                 number = (block * c.block_n + lane % pages * c.box) // c.page_size

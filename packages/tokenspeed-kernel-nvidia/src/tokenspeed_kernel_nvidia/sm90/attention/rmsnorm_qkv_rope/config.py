@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, LOAD_BYTES, ROWS, Config, Scales, Weights, layout_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
+    GROUP,
+    LOAD_BYTES,
+    LOADS,
+    ROWS,
+    Config,
+    Scales,
+    Weights,
+    layout_of,
+    loads_of,
+)
 
 HEAD_DIMS = (64, 128)
 # The storage formats of weights, with the granularity of their scales.
@@ -31,16 +41,18 @@ class QkvConfig:
         head_dim: elements of a head. All of them are rotated (RoPE).
         weights: storage format of the weights. fp8 weights have one scale, or one scale per output channel. mxfp4 weights have a
             scale for each 32 of them.
+        loads: see `mm.config.Config`.
     """
 
     dtype: str
     head_dim: int
     weights: Weights = "dense"
+    loads: int = LOADS[0]
 
     @property
     def gemm(self) -> Config:
         """The configuration of `mm` whose ring and MMA mainloop this kernel uses."""
-        return Config(self.dtype, self.weights, WEIGHTS[self.weights], self.dtype, MOST_TOKENS)
+        return Config(self.dtype, self.weights, WEIGHTS[self.weights], self.dtype, MOST_TOKENS, loads=self.loads)
 
     def row_bytes(self, hidden: Any) -> Any:
         """Returns the bytes of a row of weights; ``hidden`` may be a value in device code."""
@@ -93,6 +105,17 @@ def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: i
     )
 
 
+def config_of(dtype: str, head_dim: int, weights: Weights, hidden: int) -> QkvConfig:
+    """Returns the configuration for tokens of ``hidden`` elements."""
+    config = QkvConfig(dtype, head_dim, weights)
+    return replace(config, loads=loads_of(weights, WEIGHTS[weights], config.row_bytes(hidden)))
+
+
 def every_config() -> list[QkvConfig]:
     """Returns all supported configurations."""
-    return [QkvConfig("bfloat16", head_dim, weights) for head_dim in HEAD_DIMS for weights in WEIGHTS]
+    return [
+        QkvConfig("bfloat16", head_dim, weights, loads)
+        for head_dim in HEAD_DIMS
+        for weights in WEIGHTS
+        for loads in (LOADS[:1] if weights == "dense" else LOADS)
+    ]

@@ -31,6 +31,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     MOST_HIDDEN,
     SERVED_TOKENS,
     QkvConfig,
+    config_of,
     every_config,
     launch_parameters_of,
 )
@@ -51,7 +52,7 @@ def _launch_of(
     dtype: torch.dtype, weights: Weights, head_dim: int, tokens: int, columns: int, hidden: int, device: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns the compiled kernel for a call, and the launch parameters that depend on the call's sizes alone."""
-    config = QkvConfig(dtype_name(dtype), head_dim, weights)
+    config = config_of(dtype_name(dtype), head_dim, weights, hidden)
     return rmsnorm_qkv_rope_program(config), astuple(launch_parameters_of(config, tokens, columns, hidden, sm_count_of(device)))
 
 

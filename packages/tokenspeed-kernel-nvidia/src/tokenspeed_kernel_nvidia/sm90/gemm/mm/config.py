@@ -30,6 +30,15 @@ RING_BYTES = 100 * 1024
 LONG_RING_BYTES = 200 * 1024
 LONG_GROUPS = 8  # a GEMM is long if a CTA has more groups of `GROUP` rows of weights than this
 
+WARPS = 8  # MMA warps of a CTA
+# The MMA warps of a CTA for a long GEMM with fp8 weights. One row by 201088 x 2880 weights on an H200: 148 us, and 195 us with 8
+# warps, which convert the weights to bfloat16 more slowly than memory delivers them.
+LONG_FP8_WARPS = 12
+# The numbers of 16-byte loads that a lane makes of each row in a ring stage. With three loads, rows of 2880 bytes fill their stages
+# better. On an H200, one row by 2880 x 5120 fp8 weights took 6.3 us with three loads and 7.0 us with four; by 4096 x 2880 weights,
+# whose rows have 4096 bytes, 5.6 and 5.5 us; by 2880 x 5120 mxfp4 weights 8.1 and 9.8 us.
+LOADS = (4, 3)
+
 # The storage format of weights, with the number of weights in 16 bytes.
 Weights = Literal["dense", "float8_e4m3fn", "mxfp4"]
 ELEMENTS: dict[Weights, int] = {"dense": 8, "float8_e4m3fn": 16, "mxfp4": 32}
@@ -67,8 +76,8 @@ class Config:
     scales: Scales
     out: str
     tokens: int
-    warps: int = 8
-    loads: int = 4
+    warps: int = WARPS
+    loads: int = LOADS[0]
     cluster: int = 1
     pair: bool = False
     prefetched: int = PREFETCHED
@@ -110,9 +119,9 @@ class Config:
 
     @property
     def ctas_at_once(self) -> int:
-        """The number of CTAs per SM that the register count must allow. With block scales, a CTA needs too many registers for two
-        CTAs per SM."""
-        return 2 if self.tokens == ROWS and self.scales != "block" else 1
+        """The number of CTAs per SM that the register count must allow. With block scales, or with more warps, a CTA needs too many
+        registers for two CTAs per SM."""
+        return 2 if self.tokens == ROWS and self.scales != "block" and self.warps == WARPS else 1
 
     @property
     def threads(self) -> int:
@@ -186,13 +195,40 @@ def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYT
     return Layout(chunk, found, scales_at, activations_at, ring_at, ring_at + found * stage)
 
 
-def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int, sharing: Sharing = "") -> Config:
-    """Returns the configuration for a call. ``sharing``: the operand that the CTAs of a cluster split or multicast, from
-    `sharing_of`."""
+def loads_of(weights: Weights, scales: Scales, row_bytes: int) -> int:
+    """Returns how many 16-byte loads a lane makes of each row in a ring stage: of `LOADS`, the number with which rows of
+    ``row_bytes`` bytes fill their stages best. Only scaled weights, whose conversion takes time, are worth a choice.
+    """
+    if scales not in ("row", "mx"):
+        return LOADS[0]
+    return min(LOADS, key=lambda loads: -(-row_bytes // (WARPS * loads * QUAD_BYTES)) * loads)
+
+
+def config_of(
+    dtype: str,
+    weights: Weights,
+    scales: Scales,
+    out: str,
+    tokens: int,
+    sharing: Sharing = "",
+    row_bytes: int = 0,
+    long: bool = False,
+) -> Config:
+    """Returns the configuration for a call.
+
+    Args:
+        sharing: the operand that the CTAs of a cluster split or multicast, from `sharing_of`.
+        row_bytes: bytes of a row of weights.
+        long: whether the GEMM is long, see `is_long`.
+    """
     room = next(room for room in TOKENS if room >= tokens)
     if sharing == "weights":
         return Config(dtype, weights, scales, out, room, loads=2, cluster=CLUSTER)
-    return Config(dtype, weights, scales, out, room, pair=sharing == "activations")
+    if sharing == "activations":
+        return Config(dtype, weights, scales, out, room, pair=True)
+    if long and room == ROWS and (weights, scales) == ("float8_e4m3fn", "row"):
+        return Config(dtype, weights, scales, out, room, LONG_FP8_WARPS)
+    return Config(dtype, weights, scales, out, room, loads=loads_of(weights, scales, row_bytes))
 
 
 def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> Sharing:
@@ -217,9 +253,14 @@ def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> 
     return "activations" if config.copied and m > ROWS and n >= count and fits else ""
 
 
+def is_long(n: int, count: int) -> bool:
+    """Returns whether a GEMM with n rows of weights is long on ``count`` SMs."""
+    return n > count * GROUP * LONG_GROUPS
+
+
 def ring_bytes_of(n: int, count: int) -> int:
     """Returns the preferred bytes of the ring of weights for n rows of weights on ``count`` SMs."""
-    return LONG_RING_BYTES if n > count * GROUP * LONG_GROUPS else RING_BYTES
+    return LONG_RING_BYTES if is_long(n, count) else RING_BYTES
 
 
 # Supported combinations of activation dtype, weights and scales.
@@ -243,10 +284,14 @@ def _sharings(weights: Weights, tokens: int) -> tuple[Sharing, ...]:
 
 def every_config() -> list[Config]:
     """Returns all configurations that calls use."""
+    fitting = [(loads * WARPS * QUAD_BYTES, False) for loads in LOADS]  # rows that fill one stage
     return [
-        config_of(dtype, weights, scales, out, tokens, sharing)
-        for dtype, weights, scales in SUPPORTED
-        for out in results_of(dtype)
-        for tokens in TOKENS
-        for sharing in _sharings(weights, tokens)
+        *dict.fromkeys(
+            config_of(dtype, weights, scales, out, tokens, sharing, row_bytes, long)
+            for dtype, weights, scales in SUPPORTED
+            for out in results_of(dtype)
+            for tokens in TOKENS
+            for sharing in _sharings(weights, tokens)
+            for row_bytes, long in (*fitting, (0, True))
+        )
     ]

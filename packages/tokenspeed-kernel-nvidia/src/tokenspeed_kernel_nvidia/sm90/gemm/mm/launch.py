@@ -52,6 +52,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
     Weights,
     config_of,
     every_config,
+    is_long,
     layout_of,
     results_of,
     ring_bytes_of,
@@ -65,6 +66,9 @@ E4M3 = torch.float8_e4m3fn
 # (PDL), 1 to 16 rows by 4096 x 2880 weights took 9.5 to 10.8 us on an H200. PyTorch's GEMM took 12.3 to 12.6 us. But 1 and 16 rows
 # by 2880 x 5120 weights took 10.9 and 12.0 us, and PyTorch's GEMM took 10.6 us.
 QUICK_N = 4096
+# From this n on, and up to `FEW_ROWS` rows of activations, this kernel is preferred too: all GEMMs of so many columns are long
+# (`config.is_long`). 201088 x 2880 weights took 259 us with one row, and 261 to 269 us with four; PyTorch's GEMM took 277 us.
+LONG_N = 65536
 # Up to this many rows of activations, this kernel is preferred to the portable kernel with scaled weights. Microseconds after a
 # kernel that does not trigger an early launch, 2880 x 5120, for this kernel and the portable kernel. fp8 weights 9.7 and 10.1 (4
 # rows), 10.7 and 10.1 (8), 13.2 and 10.2 (16). mxfp4 weights 11.4 and 12.7 (4), 12.8 and 12.7 (8), 15.7 and 12.8 (16). Block-scaled
@@ -98,7 +102,8 @@ def _launch_of(
     if scales == "none" and is_split(m, n, row_bytes):
         split = split_of(dtype_name(a), dtype_name(out), m, row_bytes)
         return split_program(split), split_numbers_of(m, n)
-    config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, sharing_of(weights, m, n, row_bytes, count))
+    sharing = sharing_of(weights, m, n, row_bytes, count)
+    config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, sharing, row_bytes, is_long(n, count))
     numbers = numbers_of(config, m, n, row_bytes, count, ring_bytes_of(n, count))
     return mm_program(config), (*NO_SCALES, *numbers) if scales == "none" else numbers
 
@@ -271,6 +276,7 @@ for _dtype, _name in DTYPES.items():
     _supported = {format_signature(a=_a, b=_a)}
     _declare(_name, _dtype, _supported, ELEMENTS["dense"], at_most(QUICK_N), quick=True)
     _declare(f"wide_{_name}", _dtype, _supported, ELEMENTS["dense"], at_least(QUICK_N + 1))
+    _declare(f"long_{_name}", _dtype, _supported, ELEMENTS["dense"], at_least(LONG_N), at_most(FEW_ROWS), quick=True)
     _rows = {format_signature(a=_a, b=b) for b in _FP8_ROWS}
     _declare_by_rows(f"fp8_weights_{_name}", _dtype, _rows, ELEMENTS["float8_e4m3fn"])
     # Low priority: 1 and 2 rows by 2880 x 5120 weights took 9.9 and 10.0 us, and 9.7 and 9.8 us with the portable kernel.

@@ -7,7 +7,6 @@ A *pair* is a (token, slot) combination with an expert. A *column* is the row of
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,10 +101,8 @@ SUPPORTED = {
     PARTS: (SPLIT_COLUMNS,),
     VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
-FOLDED = {CODES: FEW_ROUNDED_COLUMNS, PARTS: SPLIT_COLUMNS}  # the tile of each kind of inputs for which `Gemm.folded` exists
 # The tile of each kind of inputs for which two CTAs can share columns.
 PAIRED = {PLAIN: MOST_COLUMNS, CODES: ROUNDED_COLUMNS}
-_PAIRED_PAIRS = dict.fromkeys(PAIRED, math.inf)  # above this mean of pairs per expert, two CTAs share columns; unmeasured, so never
 _SORTED_ALONE = 2048  # maximum number of pairs that one CTA sorts alone
 # The largest mean number of pairs per expert for which `PARTS` is used. A layer of GPT-OSS-120B on an H200, with `PARTS` and
 # without it: 447 and 517 us for 128 tokens, 453 and 493 for 256, 506 and 594 for 384, 597 and 635 for 512 (16 pairs per expert).
@@ -118,6 +115,11 @@ _FEW_PAIRS = 84  # up to this mean of pairs per expert, tiles are narrow
 _FEW_ROUNDED_PAIRS = 32
 _VALUE_PAIRS = 56  # up to this mean of pairs per expert, fp8 activations use 16-bit MMAs
 _MANY_PAIRS = 140  # up to this mean of pairs per expert, most experts' pairs are one tile of `MANY_COLUMNS`
+# Above these means of pairs per expert, two CTAs share columns. A layer of GPT-OSS-120B on an H200, in us, with the same tiles
+# alone and shared. 8192 tokens (256 pairs per expert): 2999 and 2645 with bfloat16 activations, 2534 and 2471 with fp8. 1024 tokens
+# (32 pairs): 738 and 762 with fp8 activations. So bfloat16 activations share all tiles of `MOST_COLUMNS`. Means between 32 and 256
+# are unmeasured; with fp8 activations, the bound is in between.
+_PAIRED_PAIRS = {PLAIN: _MANY_PAIRS, CODES: 128}
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,6 @@ class Gemm:
         paired: whether the two CTAs of a cluster compute the same tile of columns, for neighbouring tiles of weights. Each CTA then
             loads half of the columns and multicasts them to both, so L2 is read half as often. The columns are packed, see
             `packing_device`.
-        folded: for `CODES` and `PARTS` with several panels, whether weights are multiplied by their block scales before the MMAs.
-            This requires that float8_e5m2 represents all weights exactly. Otherwise, block scales multiply the partial sums.
     """
 
     dtype: str
@@ -157,7 +157,6 @@ class Gemm:
     wide: bool = False
     repairs: bool = False
     paired: bool = False
-    folded: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -405,7 +404,6 @@ def every_gemm() -> list[Gemm]:
     products = [Gemm(dtype, gated, columns, kind, wide) for dtype, gated, kind, wide in every for columns in SUPPORTED[kind]]
     others = [repair_of("bfloat16", gated) for gated in (True, False)]
     others += [Gemm("bfloat16", gated, columns, kind, paired=True) for kind, columns in PAIRED.items() for gated in (True, False)]
-    others += [Gemm("bfloat16", gated, columns, kind, folded=True) for kind, columns in FOLDED.items() for gated in (True, False)]
     return [product for product in products if _is_supported(product)] + others
 
 

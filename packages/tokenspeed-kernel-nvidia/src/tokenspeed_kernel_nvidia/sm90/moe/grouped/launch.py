@@ -18,6 +18,8 @@ With fp8 activations, a kernel before each GEMM quantises its rows. With a mean 
 MMAs. With up to 56, all experts use 16-bit MMAs on the quantised values. With more, experts whose weights float8_e5m2 represents
 exactly use fp8 MMAs, and the other experts use 16-bit MMAs (`moe_apply_rounded`).
 
+With very many pairs, reads of L2 bound the GEMMs, and two CTAs share columns (`paired`).
+
 With float16, results of slots are float32, because they may exceed float16's range. If no limit keeps the activation in range, the
 activation is float32 as well. A kernel then scales each row into float16's range by a power of two (`FITTED`).
 """
@@ -125,9 +127,8 @@ class _Programs(NamedTuple):
 
 
 @functools.cache
-def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide: bool, folded: bool, device: int) -> _Programs:
-    """Returns the kernels of a call. ``wide``: whether the results of the activation function may exceed the range of ``dtype``.
-    ``folded``: see `Gemm`."""
+def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide: bool, device: int) -> _Programs:
+    """Returns the kernels of a call. ``wide``: whether the results of the activation function may exceed the range of ``dtype``."""
     name = DTYPES[dtype]
     rounding: list[tuple[Launch | None, Launch | None]] = []
     gemms: list[tuple[Launch, Launch]] = []
@@ -142,8 +143,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
         elif wide:
             second, gemm_input = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
         rounding.append((first, second))
-        w13 = Gemm(name, True, columns, kind, wide, folded=folded)
-        w2 = Gemm(name, False, columns, gemm_input, Combine(name).wide, folded=folded)
+        w13, w2 = Gemm(name, True, columns, kind, wide), Gemm(name, False, columns, gemm_input, Combine(name).wide)
         gemms.append((gemm_program(w13), gemm_program(w2)))
     return _Programs(
         {ctas: schedule_program(Schedule(ctas)) for ctas in (1, SORTING_CTAS)},
@@ -183,7 +183,6 @@ def moe_apply_many(
     columns: int | None = None,
     inputs: tuple[str, ...] | None = None,
     exact: Tensor | None = None,
-    folded: bool = False,
 ) -> Tensor:
     """Runs `moe_apply` on checked arguments, with weights in the layout of `mxfp4.layout`.
 
@@ -196,7 +195,6 @@ def moe_apply_many(
             other cases, None chooses by the number of pairs.
         exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for experts that the `VALUES` GEMMs compute;
             None if ``inputs`` has only one kind.
-        folded: see `Gemm`; for the tiles of `FOLDED`.
     """
     tokens, hidden = x.shape
     pairs, experts, between = tokens * plan.top_k, plan.num_experts, plan.intermediate_size
@@ -212,7 +210,7 @@ def moe_apply_many(
     columns = columns or columns_for(pairs, experts, inputs)
     if wide:
         columns = min(columns, MANY_COLUMNS)  # `VALUES` have no wider tile
-    programs = _programs_of(x.dtype, columns, inputs, wide, folded, x.get_device())
+    programs = _programs_of(x.dtype, columns, inputs, wide, x.get_device())
     tiles = most_tiles(pairs, experts, columns)
     # Bytes of the buffers for converted rows, one buffer for each kind of inputs. Both GEMMs use the same buffers.
     most = max(tokens * hidden, pairs * between)
