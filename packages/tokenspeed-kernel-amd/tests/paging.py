@@ -65,9 +65,9 @@ def nothing_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
     """Makes launchers divide work as for a device with this many CUs. With few CUs, small inputs are enough work for the whole
     device, like a large batch."""
-    from tokenspeed_kernel_amd.gfx950.attention import decode, extend, mixed, mla_decode
+    from tokenspeed_kernel_amd.gfx950.attention import decode, extend, mixed, mla_decode, mla_extend
 
-    for module in (decode, extend, mixed, mla_decode):
+    for module in (decode, extend, mixed, mla_decode, mla_extend):
         monkeypatch.setattr(module, "current_compute_units", lambda: units)
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 Run = Callable[..., Any]
@@ -41,6 +42,15 @@ def test_mla_decode(timing_programs: Callable[[str], ModuleType], run: Run) -> N
 
 
 @pytest.mark.slow
+def test_mla_prompts(timing_programs: Callable[[str], ModuleType], run: Run) -> None:
+    program = timing_programs("timing_model_mla_prompt")
+    rows = run(program, CASES=[program.Case(40, 40, 1), program.Case(3, 70, 16, torch.bfloat16)])
+    kernels = [[launch["kernel"] for launch in row["ours"]["launches"]] for row in rows]
+    assert kernels == [["mla_prefill_kernel"], ["mla_decode_kernel"]]
+    assert all(row["portable"]["us"] > row["ours"]["us"] > row["floor_us"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_gemms(timing_programs: Callable[[str], ModuleType], run: Run) -> None:
     """Both kernels are measured with few rows. With many rows, a sample of our kernel's tiles is."""
     program = timing_programs("timing_model_mm")
@@ -51,7 +61,7 @@ def test_gemms(timing_programs: Callable[[str], ModuleType], run: Run) -> None:
     assert many["ours"]["launches"][0]["tiles"] == 32 * 32
 
 
-@pytest.mark.parametrize("name", ["timing_model_mla", "timing_model_mm"])
+@pytest.mark.parametrize("name", ["timing_model_mla", "timing_model_mla_prompt", "timing_model_mm"])
 def test_the_committed_report(timing_programs: Callable[[str], ModuleType], name: str) -> None:
     """The README shows the committed report, which meets the pass criteria."""
     program = timing_programs(name)

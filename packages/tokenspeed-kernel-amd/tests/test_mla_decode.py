@@ -6,40 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tokenspeed_kernel import mla_decode_with_kvcache as operator
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_amd import mla_decode_with_kvcache
-from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.explanation import NoKernelFoundError
 from tokenspeed_kernel_base.launchers import unchecked
-from tokenspeed_kernel_base.ops.attention._inputs import paged
 
-from .paging import cases, check, check_case, kernel_of, nothing_read_on_the_host, pretend_compute_units, spills
-
-E4M3 = torch.float8_e4m3fn
-FP8_ERROR = 2.5e-2  # probabilities are rounded to e4m3, with 4 significant bits
-DEEPSEEK: dict[str, Any] = {"heads": 16, "head_dim": 576, "kv_lora_rank": 512, "page_size": 64, "softmax_scale": 0.1352}
-
-
-def inputs(device: torch.device, kv_lens: list[int], **options: Any) -> dict[str, Any]:
-    """Returns the operator's arguments, with NaN in cache slots without a token."""
-    return paged(kv_lens, None, **{"stale": True, **DEEPSEEK, **options})(Draw(device, sum(kv_lens)))
-
-
-def reference(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns the output and LSE of the operator's body, computed in fp32."""
-    plain = dict(arguments)
-    for name, scale in (("q", plain.pop("q_scale", None)), ("kv_cache", plain.pop("kv_scale", None))):
-        plain[name] = plain[name].float() if scale is None else plain[name].float() * scale
-    return operator(**plain, return_lse=True, solution="reference")
+from .latents import E4M3, FP8_ERROR, inputs, reference
+from .paging import ERROR, cases, check, check_case, kernel_of, nothing_read_on_the_host, pretend_compute_units, spills
 
 
 def _run(device: torch.device, kv_lens: list[int], **options: Any) -> None:
     arguments = inputs(device, kv_lens, **options)
-    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(arguments))
+    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(operator, arguments))
 
 
 @pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
@@ -81,6 +63,17 @@ def test_heads(gfx950: torch.device, heads: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"max_seqlen_q": 2}, {"dtype": E4M3}, {"cache_dtype": E4M3}], ids=str)
+@pytest.mark.parametrize("units", [2, 30])
+def test_tiles_of_32_rows(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, units: int, options: dict[str, Any]) -> None:
+    """Results are correct if tiles of 16 rows would be more than the CUs, with splits and without."""
+    pretend_compute_units(monkeypatch, units)
+    arguments = inputs(gfx950, [700, 0, 129, 1], **{"heads": 130, **options})
+    found = mla_decode_with_kvcache(**arguments, return_lse=True)
+    check(found, reference(operator, arguments), FP8_ERROR if arguments["kv_cache"].dtype == E4M3 else ERROR)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("window_left", [0, 127, 1000])
 def test_windows(gfx950: torch.device, window_left: int) -> None:
     _run(gfx950, [1, 127, 128, 129, 130, 0, 1300], window_left=window_left, page_size=16 if window_left < 2 else 64)
@@ -106,7 +99,7 @@ def test_everything_together(gfx950: torch.device) -> None:
 )
 def test_fp8(gfx950: torch.device, options: dict[str, Any]) -> None:
     arguments = inputs(gfx950, [700, 129, 0, 1], **options)
-    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(arguments), FP8_ERROR)
+    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(operator, arguments), FP8_ERROR)
 
 
 @pytest.mark.slow
@@ -116,14 +109,14 @@ def test_magnitudes_of_queries_with_an_fp8_cache(gfx950: torch.device) -> None:
     scale = 2.0 ** torch.linspace(-100, 20, 16, device=gfx950).round()[:, None]
     arguments["q"] = (arguments["q"].float() * scale).bfloat16()
     arguments["softmax_scale"] = 2.0**-18
-    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(arguments), FP8_ERROR)
+    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(operator, arguments), FP8_ERROR)
 
 
 @pytest.mark.slow
 def test_other_strides(gfx950: torch.device) -> None:
     """Results are correct if q, the cache and out are slices of wider tensors and the page table is not contiguous."""
     arguments = inputs(gfx950, [340, 9])
-    wanted = reference(arguments)
+    wanted = reference(operator, arguments)
     heads = arguments["q"].shape[1]
     arguments["q"] = torch.cat([arguments["q"], arguments["q"]], 1)[:, heads:]
     arguments["kv_cache"] = torch.nn.functional.pad(arguments["kv_cache"], (0, 8))[..., :-8]
@@ -139,7 +132,7 @@ def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pyt
     from tokenspeed_kernel_amd.gfx950.attention.mla_decode import mla_decode_with_kvcache as launch
 
     arguments = inputs(gfx950, [700, 9])
-    wanted = reference(arguments)
+    wanted = reference(operator, arguments)
     with nothing_read_on_the_host(monkeypatch):
         got = unchecked(operator, launch)(**arguments, return_lse=True)
     check(got, wanted)
@@ -176,8 +169,8 @@ def test_the_kit_finds_nothing(gfx950: torch.device) -> None:
 def test_one_launch_without_spills_and_bank_conflicts(emulator: Any) -> None:
     """One launch computes and merges the splits, and leaves the counters zero."""
     arguments = inputs(torch.device("cpu"), [700, 3])
-    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(arguments))
+    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(operator, arguments))
     (launch,) = emulator.launches
     assert not any(spills(launch.program.assembly.text).values())
     assert launch.counters.total("lds_conflicts") == 0
-    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(arguments))
+    check(mla_decode_with_kvcache(**arguments, return_lse=True), reference(operator, arguments))

@@ -30,6 +30,8 @@ FUNCTIONS = [
     "mha_prefill",
     "mha_with_kvcache",
     "mla_decode_with_kvcache",
+    "mla_extend_with_kvcache",
+    "mla_prefill",
     "mm",
     "moe_apply",
     "moe_topk_apply",

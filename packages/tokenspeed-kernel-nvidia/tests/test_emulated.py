@@ -16,6 +16,7 @@ if torch.cuda.is_available():  # other tests in this process may launch programs
     pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process", allow_module_level=True)
 
 import tokenspeed_kernel  # noqa: F401  - registers the kernels
+import tokenspeed_kernel_nvidia
 from sm90_emulator import emulated_sm90
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.covering import COMPILATION, covering
@@ -178,6 +179,24 @@ def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
     oracle.check(got, meant.wanted(oracle.Options(sinks=sinks)))
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_decode_of_pages_that_overlap(size: int) -> None:
+    """Pages that begin one token after another: a contiguous cache of any length has whole pages. The last has the first tokens."""
+    draw = torch.Generator().manual_seed(1)
+    heads, tokens, width = 2, 101, 128
+    sizes = (1, 4), (heads, tokens), (heads, tokens)
+    q, k, v = (torch.randn(*one, width, generator=draw).bfloat16() for one in sizes)
+    shape, strides = (tokens - size + 1, size, heads, width), (width, width, tokens * width, 1)
+    begin = [*range(tokens % size, tokens, size), 0]
+    table, lengths = torch.tensor([begin], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    with emulated_sm90(seed=1):
+        caches = k.as_strided(shape, strides), v.as_strided(shape, strides)
+        got = tokenspeed_kernel_nvidia.mha_decode_with_kvcache(q, *caches, table, lengths, tokens)
+    wide = (states.float().repeat_interleave(2, 0) for states in (k, v))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q[0].float().unsqueeze(1), *wide).transpose(0, 1)
+    torch.testing.assert_close(got.float(), wanted, atol=5e-3, rtol=2e-2)
 
 
 def test_fp8_weights_of_scores_that_grow() -> None:

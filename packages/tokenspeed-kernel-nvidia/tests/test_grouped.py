@@ -214,14 +214,18 @@ def test_kernels_that_overlap(sm90: torch.device, tokens: int) -> None:
         assert torch.equal(out, wanted)
 
 
-class RoundedLayer(RandomLayer):
-    """A layer with fp8 activations, which calls the kernel for many tokens."""
-
-    apply = staticmethod(grouped.moe_apply_rounded)
+class LayerWithErrors(RandomLayer):
+    """A layer whose relative error of all rows together is computed."""
 
     def error(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any) -> float:
         wanted = self.wanted(x, weights, ids)
         return float((self.run(x, weights, ids, **options).float() - wanted).norm() / wanted.norm())
+
+
+class RoundedLayer(LayerWithErrors):
+    """A layer with fp8 activations, which calls the kernel for many tokens."""
+
+    apply = staticmethod(grouped.moe_apply_rounded)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -260,7 +264,7 @@ def test_every_width_of_codes(sm90: torch.device, count: int, columns: int) -> N
         assert layer.error(x, weights, ids, codes=codes, columns=columns) <= 2e-2
 
 
-class PairedLayer(RoundedLayer):
+class PairedLayer(LayerWithErrors):
     """A layer that calls the kernel whose CTAs share columns."""
 
     apply = staticmethod(paired.moe_apply_paired)

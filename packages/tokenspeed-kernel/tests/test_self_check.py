@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -93,6 +94,31 @@ def test_a_kernel_that_raises_is_wrong(plant: Any) -> None:
     plant("first", raises, priority=19)
     (wrong,) = tk.self_check(_receipt(), seconds=60).wrong
     assert "illegal instruction" in wrong.result.reason
+
+
+def test_a_kernel_whose_compilation_is_forbidden_is_not_wrong(plant: Any) -> None:
+    """In production the compile policy is ``forbid``. It must not make the self-check disable a right kernel."""
+
+    def needs_a_program(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
+        raise tk.CompilationForbiddenError("some_kernel is not compiled yet, and the compile policy is forbid")
+
+    plant("first", needs_a_program, priority=19)
+    found = tk.self_check(_receipt(), seconds=60, disable=True)
+    assert found.ok
+    assert found.not_reached == {"first": "compile policy: some_kernel is not compiled yet, and the compile policy is forbid"}
+    explanation = tk.rmsnorm.explain(torch.ones(2, 4), torch.ones(4))
+    assert explanation.chosen is not None
+    assert explanation.chosen.name == "first"
+
+
+def test_the_time_of_the_receipt_does_not_count(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*arguments: Any, **options: Any) -> Receipt:
+        time.sleep(0.3)
+        return _receipt()
+
+    plant("first", _right, priority=19)
+    monkeypatch.setattr(checking, "receipt", slow)
+    assert tk.self_check("llama-3-8b", seconds=0.2).passed
 
 
 def test_what_the_time_does_not_suffice_for_is_said(plant: Any) -> None:

@@ -78,12 +78,12 @@ class Measurement:
     """
 
     def __init__(self, output: Path | None) -> None:
-        self._output = output
+        self._output, self._before = output, len(compilations())
         self.found: dict[str, Any] = {"refused": []}
 
     def note(self, **values: Any) -> None:
         """Adds measured values, and the programs that were compiled so far, and writes the file."""
-        compiled = [str(each) for each in compilations()]
+        compiled = [str(each) for each in compilations(self._before)]
         self.found |= {"process_s": process_seconds(), **values, "compilations": len(compiled), "compiled": compiled}
         if self._output is not None:
             self._output.write_text(json.dumps(self.found, indent=1) + "\n")
@@ -212,7 +212,7 @@ def show(found: Mapping[str, Any], options: argparse.Namespace) -> None:
         f"first token {values['first_token_s']:.1f} s after the start, {values['weights_s']:.1f} s of random weights apart; "
         f"first batch of {options.batch} x {options.batch_tokens}: {values['first_batch_s']:.3f} s\n"
         f"{options.requests} random requests: {values['steps']} steps, the slowest {values['slowest_step_s']:.3f} s, "
-        f"{len(compilations())} compilations"
+        f"{found.get('compilations', 0)} compilations"
     )
     for line in missed(found):
         print(f"bar missed: {line}")

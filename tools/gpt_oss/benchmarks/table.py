@@ -177,6 +177,8 @@ def section() -> str:
             "",
         ]
         lines += operators(measured[:1])
+        if len(measured[0]["variants"]) > 1:
+            lines += ["", "The variants of these passes:", "", *variants(measured[0])]
     for result in _results("h200_variants", "h200_fp8_activations", "h200_dense"):
         lines += [
             "",

@@ -5,16 +5,19 @@ attention.
     python tools/transformers_plugin/benchmarks/h200_transformers.py --device cpu --tiny --tokens 4 --prompts 24 --batches 1 2
 
 Each variant generates greedily with each batch size and each prompt length. The first call, which compiles kernels, is not
-measured. ``prefill`` is in prompt tokens per second, from a call that generates one token. ``decode`` is in new tokens per second,
-from the difference between a call that generates ``--tokens`` tokens and a call that generates one token. Times are the medians of
-``--repeats`` calls. Before a variant is measured, its first logits are compared with those of sdpa. If the logits differ, the
-variant's row says so. A variant that runs out of memory has no figures.
+measured. ``prefill`` is in prompt tokens per second, from a call that generates one token. ``decode`` is in new tokens per
+second, from the difference between a call that generates ``--tokens`` tokens and a call that generates one token. Times are the
+medians of ``--repeats`` calls. On a GPU, ``graph`` is the same for decode steps with a static cache that are replayed as a CUDA
+graph, so that Python takes no time: it shows what a step takes on the device. Before a variant is measured, its first logits
+are compared with those of sdpa. If the logits differ, the variant's row says so. A variant that runs out of memory has no
+figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import shlex
 import statistics
@@ -26,6 +29,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.masking_utils import create_masks_for_generate
 
 import tokenspeed_kernel_transformers
 from tokenspeed_kernel.workbench.benchmark.runner import metadata_of
@@ -134,6 +138,37 @@ def measure(given: argparse.Namespace, call: Callable[[int], Any], batch: int, p
     return {"prefill": batch * prompt / first, "decode": batch * (given.tokens - 1) / max(whole - first, 1e-9)}
 
 
+def of_graph(model: Any, ids: torch.Tensor, steps: int) -> dict[str, Any]:
+    """Returns the new tokens per second of decode steps that are replayed as a CUDA graph, or the reason why there is no figure.
+
+    The mask of the graph is that of its first step, so all steps attend to the same number of tokens.
+    """
+    rows, tokens = ids.shape
+    # transformers 5.23 has renamed this argument.
+    name = "cache" if "cache" in inspect.signature(create_masks_for_generate).parameters else "past_key_values"
+    cache = {name: transformers.StaticCache(config=model.config, max_cache_len=tokens + steps + 8)}
+    token = torch.ones(rows, 1, dtype=ids.dtype, device=ids.device)
+    with torch.inference_mode():
+        model(ids, **cache, logits_to_keep=1)
+        embedded = torch.empty(rows, 1, model.config.hidden_size, dtype=model.dtype, device=ids.device)
+        mask = create_masks_for_generate(model.config, embedded, None, **cache)
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for _ in range(3):  # compiles kernels, which a capture cannot
+                model(token, mask, **cache)
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                model(token, mask, **cache)
+        except RuntimeError as error:
+            return {"graph_problem": str(error).splitlines()[0]}
+        graph.replay()
+        taken = seconds(lambda: [graph.replay() for _ in range(steps)], "cuda", 1)
+    return {"graph": rows * steps / taken}
+
+
 def main(words: Sequence[str]) -> list[dict[str, Any]]:
     """Runs the variants, prints their figures, and returns them."""
     given = parser_of().parse_args(words)
@@ -170,6 +205,8 @@ def figures(given: argparse.Namespace, model: Any, ids: torch.Tensor, cache: str
         call = caller(model, ids, cache)
         error = difference(model, call, ids)
         found: dict[str, Any] = {"error": error, **measure(given, call, *ids.shape)}
+        if given.device != "cpu" and cache == "dynamic":
+            found |= of_graph(model, ids, given.tokens)
         if error > _TOLERANCE:
             found["problem"] = f"logits differ from sdpa's by more than {_TOLERANCE} standard deviations"
         return found

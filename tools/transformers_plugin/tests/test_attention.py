@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ pytest.importorskip("tokenspeed_kernel_transformers", reason="needs the plugin: 
 
 import transformers
 from tiny_models import generate, make, padding, prompts
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import create_masks_for_generate
 
 import tokenspeed_kernel_transformers
 from tokenspeed_kernel import watch_calls
-from tokenspeed_kernel_transformers import masks
+from tokenspeed_kernel_transformers import attention, masks
 from tokenspeed_kernel_transformers.attention import _pages, attention_forward
 from tokenspeed_kernel_transformers.batch import unpack
 
@@ -29,7 +31,9 @@ CACHE = "cache" if "cache" in inspect.signature(create_masks_for_generate).param
 
 
 @pytest.fixture(autouse=True)
-def registered() -> None:
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are smaller than usual, because prompts are short."""
+    monkeypatch.setattr(masks, "PAGE_SIZES", (4, 2))
     tokenspeed_kernel_transformers.register()
     masks._say.cache_clear()
 
@@ -84,6 +88,71 @@ def both(name: str, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torc
     expected = logits_of(model, *arguments, **options)
     model.set_attn_implementation("tokenspeed")
     return logits_of(model, *arguments, **options), expected
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_decode_steps_read_large_pages(name: str, kind: str, cache: str) -> None:
+    """Layers with a window do, too, because all keys that their caches keep are in the window. Layers of a step share one table."""
+    model, ids = make(name), prompts()
+    model.set_attn_implementation("tokenspeed")
+    calls: list[Any] = []
+
+    def watcher(call: Any, run: Any) -> Any:
+        if call.mode == "mha_decode_with_kvcache":
+            calls.append(call.tensors)
+        return run
+
+    with watch_calls(watcher):
+        generate(model, ids, padding(kind, ids), cache)
+    assert {tensors["k_cache"].shape[1] for tensors in calls} == {4}
+    steps = 4
+    assert len(calls) == steps * len(model.model.layers)
+    assert len({id(tensors["page_table"]) for tensors in calls}) == steps * (2 if name == "gpt_oss" else 1)
+
+
+class Counter(TorchDispatchMode):
+    """Counts PyTorch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layer_of_a_decode_step_runs_few_operators(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """In eager mode, the host limits a decode step. The mask function and the first layer make what all layers share."""
+    monkeypatch.setattr(attention, "OPS", SimpleNamespace(mha_decode_with_kvcache=lambda q, **options: q))
+    layer = SimpleNamespace(config=SimpleNamespace(num_key_value_heads=2))
+    query, key = torch.zeros(rows, 4, 1, 16), torch.zeros(rows, 2, 9, 16)
+    with torch.inference_mode():
+        mask = masks.attention_mask(rows, 1, 9, 8, attention_mask=torch.ones(rows, 9, dtype=torch.bool), config=layer.config)
+        attention_forward(layer, query, key, key, mask)
+        with Counter() as counter:
+            attention_forward(layer, query, key, key, mask)
+    assert sorted(counter.names) == ["aten.as_strided.default"] * 2 + ["aten.squeeze.dim", "aten.view.default"]
+
+
+def test_rows_with_few_tokens_before_the_end_have_small_pages() -> None:
+    """A page of four tokens that begins in the last three tokens of a row would end outside of the cache."""
+    known = torch.ones(2, 9, dtype=torch.bool)
+    with torch.inference_mode():
+        for first, size in ((0, 4), (5, 4), (6, 2), (7, 2), (8, 1)):
+            known[1] = torch.arange(9) >= first
+            batch = unpack(masks.attention_mask(2, 1, 9, 8, attention_mask=known))
+            assert batch is not None
+            assert batch.page_size == size
+            lengths, pages = batch.pages_of(2, 0)
+            assert lengths.tolist() == [9, 9 - first]
+            slots = (pages.unsqueeze(2) + torch.arange(size)).flatten(1)
+            for row, begin in enumerate((0, first)):
+                assert sorted(slots[row, : lengths[row]].tolist()) == list(range(9 * row + begin, 9 * row + 9))
+            assert slots.amax() < 18
 
 
 def test_operators() -> None:
@@ -145,11 +214,11 @@ def test_without_a_cache(name: str, rows: int, tokens: int) -> None:
 
 def test_cache_of_a_strided_view_is_copied() -> None:
     states = torch.randn(2, 3, 5, 8).transpose(1, 2).contiguous().transpose(1, 2)
-    pages = _pages(states)
+    pages = _pages(states, 1)
     assert torch.equal(pages[15 + 4, 0], states[1, :, 4])
     same = torch.randn(2, 3, 5, 8)
-    assert _pages(same).untyped_storage().data_ptr() == same.untyped_storage().data_ptr()
-    assert torch.equal(_pages(same)[15 + 2, 0], same[1, :, 2])
+    assert _pages(same, 1).untyped_storage().data_ptr() == same.untyped_storage().data_ptr()
+    assert torch.equal(_pages(same, 1)[15 + 2, 0], same[1, :, 2])
 
 
 def test_layers_with_other_heads_than_the_configuration() -> None:

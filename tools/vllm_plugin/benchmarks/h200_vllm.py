@@ -197,14 +197,18 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
 
 def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns one line for each variant of the plugin: its speed relative to vLLM's own kernels, in each row and as the geometric
-    mean.
+    mean. Rows that are disturbed, with or without the plugin, are named instead.
     """
     speeds: dict[str, dict[str, float]] = {}
+    disturbed: dict[str, list[str]] = {}
     for row in rows:
-        if row["figure"] == "decode":
-            speeds.setdefault(row["engine"], {})[f"decode {row['batch']}"] = 1 / row["ms"]
-        elif row["figure"] == "prefill":
-            speeds.setdefault(row["engine"], {})[f"prefill {row['shape']}"] = row["tokens_per_s"]
+        if row["figure"] not in ("decode", "prefill"):
+            continue
+        label = f"decode {row['batch']}" if row["figure"] == "decode" else f"prefill {row['shape']}"
+        if row.get("disturbed"):
+            disturbed.setdefault(row["engine"], []).append(label)
+        else:
+            speeds.setdefault(row["engine"], {})[label] = 1 / row["ms"] if row["figure"] == "decode" else row["tokens_per_s"]
     own, found = speeds.get("vllm", {}), []
     for name, each in speeds.items():
         ratios = {label: speed / own[label] for label, speed in each.items() if label in own}
@@ -212,7 +216,10 @@ def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios.values()))
             holds = min(ratios.values()) >= ROW_BAR and mean >= MEAN_BAR
             text = ", ".join(f"{label} {ratio:.2f}" for label, ratio in ratios.items())
-            found.append(f"{'holds' if holds else 'MISSED'} {name}: {text}; mean {mean:.2f} (>= {ROW_BAR} each, {MEAN_BAR} mean)")
+            without = [*dict.fromkeys((*disturbed.get("vllm", ()), *disturbed.get(name, ())))]
+            verdict = "PARTLY" if without else "holds" if holds else "MISSED"
+            text += f"; mean {mean:.2f} (>= {ROW_BAR} each, {MEAN_BAR} mean)"
+            found.append(f"{verdict} {name}: {text}" + (f"; disturbed: {', '.join(without)}" if without else ""))
     return found
 
 

@@ -49,6 +49,9 @@ _ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 
+# The largest deviation of a measurement from the median, in relation to the median.
+TOLERANCE = 0.05
+
 # Maps a family of kernels to lower-case words in the kernels' names. A kernel belongs to the first family with a matching word.
 _FAMILIES = {
     "attention": ("flash", "attention"),
@@ -399,6 +402,7 @@ class Engine:
                 ms=round(statistics.median(times), 4),
                 all_ms=[round(each, 4) for each in times],
                 steps=min(steps for _, steps in runs),
+                disturbed=is_disturbed(times),
             )
 
     def steps(self, prompts: Any) -> list[tuple[float, list[int]]]:
@@ -437,6 +441,7 @@ class Engine:
             ms=round(1e3 * middle, 2),
             first_s=round(first, 2),
             all_ms=[round(1e3 * each, 2) for each in times],
+            disturbed=is_disturbed(times),
         )
 
     def kernels(self) -> None:
@@ -508,6 +513,14 @@ class Engine:
 
         if self.saved:
             torch.save(self.saved, self.a.out / f"{self.a.name}.pt")
+
+
+def is_disturbed(times: Sequence[float]) -> bool:
+    """Returns whether repeated measurements disagree: one of them is not positive, or differs from the median by more than
+    `TOLERANCE`. Such a figure is not to be published.
+    """
+    middle = statistics.median(times)
+    return min(times) <= 0 or any(abs(time - middle) > TOLERANCE * middle for time in times)
 
 
 def steady(steps: Sequence[tuple[float, Sequence[int]]], least: int) -> tuple[float, int]:

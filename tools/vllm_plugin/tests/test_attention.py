@@ -248,13 +248,14 @@ def test_vllm_writes_the_cache_where_a_wheel_cannot(vllm_config: Any, monkeypatc
 
 
 def test_sizes_before_the_first_request() -> None:
-    """The warm-up uses batches of all powers of two, with short and long sequences. No request is longer than the model allows."""
+    """The warm-up uses batches of all powers of two, and of sizes that are not divisible by 16, with short and long sequences. No
+    request is longer than the model allows."""
     largest = Largest(requests=5, tokens=100, length=48)
     found = list(batches(torch.device("cpu"), 16, largest))
     decoding = [(batch.num_decodes, batch.max_seq_len) for batch in found if batch.all_decode]
     assert decoding == [(requests, length) for requests in (1, 2, 4, 5) for length in (16, 24, 48)]
     others = [(len(batch.seq_lens), batch.max_query_len) for batch in found if not batch.all_decode]
-    assert others == [(1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (2, 32), (3, 33)]
+    assert others == [(1, 2), (1, 4), (1, 8), (1, 15), (1, 16), (1, 31), (1, 32), (2, 31), (2, 32), (3, 33)]
     for batch in found:
         assert batch.block_table.shape[1] * 16 >= batch.max_seq_len
         assert batch.query_start_loc[-1] == batch.num_actual_tokens == len(batch.slot_mapping)

@@ -165,6 +165,18 @@ def test_the_plugins_speed_beside_vllms_own() -> None:
     ]
 
 
+def test_disturbed_rows_have_no_figure() -> None:
+    def row(engine: str, batch: int, *times: float) -> dict[str, Any]:
+        ms = sorted(times)[len(times) // 2]
+        return {"engine": engine, "figure": "decode", "batch": batch, "ms": ms, "disturbed": vllm_engine.is_disturbed(times)}
+
+    rows = [row("vllm", 1, 4.0, 4.1, 4.1), row("vllm", 16, 16.6, 30.7, 4.5), row("vllm", 64, 15.0, -13.2, -8.6)]
+    rows += [row("plugin", 1, 2.05, 2.05, 2.0), row("plugin", 16, 3.6, 3.6, 3.7), row("plugin", 64, 5.8, 5.7, 6.0)]
+    assert [each["disturbed"] for each in rows] == [False, True, True, False, False, False]
+    (found,) = h200_vllm.speed_ups(rows)
+    assert found == "PARTLY plugin: decode 1 2.00; mean 2.00 (>= 0.98 each, 1.12 mean); disturbed: decode 16, decode 64"
+
+
 # -- several models ----------------------------------------------------------------------------------------------------------------
 
 

@@ -96,8 +96,8 @@ def test_experts_are_called_before_the_first_request(one_process: Any, monkeypat
         return out
 
     monkeypatch.setattr(method, "ops", SimpleNamespace(moe_topk=method.ops.moe_topk, moe_apply=call))
-    method.warm(layer.routed_experts, 12, torch.device("cpu"))
-    assert sizes == [1, 2, 4, 8]
+    method.warm(layer.routed_experts, 40, torch.device("cpu"))
+    assert sizes == [1, 2, 4, 8, 15, 16, 31, 32]
 
 
 # -- fallback to vLLM -----------------------------------------------------------------------------------------------------------

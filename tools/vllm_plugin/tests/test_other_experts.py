@@ -167,8 +167,8 @@ def test_all_sizes_are_called_before_the_first_request(one_process: Any, monkeyp
         return out
 
     monkeypatch.setattr(served, "ops", SimpleNamespace(moe_apply=call))
-    served.warm(layer.routed_experts, 12, torch.device("cpu"))
-    assert sizes == [1, 2, 4, 8]
+    served.warm(layer.routed_experts, 40, torch.device("cpu"))
+    assert sizes == [1, 2, 4, 8, 15, 16, 31, 32]
 
 
 # -- fallback to vLLM -----------------------------------------------------------------------------------------------------------

@@ -280,8 +280,8 @@ class _Measuring:
         started = time.perf_counter()
         source = RandomTensors(config, workload.seed, dtype, device, bias=workload.bias)
         longest = max(workload.longest, min(_PROBE_TOKENS, config.max_position_embeddings))
-        formats = {"activation_dtype": variant.activation_dtype, "dense_weights": variant.dense_weights}
-        self.model = GptOss(config, source, dtype, device, longest, **formats)
+        quantized, dense = variant.activation_dtype, variant.dense_weights
+        self.model = GptOss(config, source, dtype, device, longest, activation_dtype=quantized, dense_weights=dense)
         self._wait()
         self.seconds = time.perf_counter() - started
         self.gigabytes = torch.cuda.max_memory_allocated(device) / 1e9 if self.on_gpu else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tokenspeed_kernel_transformers.batch import RAGGED, Batch, kv_heads_of, row_pages, unpack
+from tokenspeed_kernel_transformers.batch import Batch, kv_heads_of, row_pages, unpack
 from tokenspeed_kernel_transformers.kernels import OPS
 
 
@@ -57,7 +57,7 @@ def attention_forward(
         "softmax_scale": scaling,
     }
     rows, heads, tokens, _ = query.shape
-    if batch.layout == RAGGED:
+    if not batch.page_size:
         out = _ragged(query, key, value, batch, options)
     else:
         out = _paged(query, key, value, batch, options, row_pages(kv_heads_of(module.config), key.shape[2]))
@@ -74,23 +74,20 @@ def _ragged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: di
 
 
 def _paged(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: dict[str, Any], row: int) -> Tensor:
-    """Computes attention of new tokens after cached tokens. The cache is viewed as pages of one token; a contiguous cache is not
-    copied.
+    """Computes attention of new tokens after cached tokens. The cache is viewed as pages; a contiguous cache is not copied.
 
     ``row`` is the number of pages from one row of the batch to the next. The mask function assumed this number.
     """
     rows, _, tokens, _ = query.shape
     _, heads, length, _ = key.shape
-    lengths, pages = batch.table[:rows], batch.table[rows:].view(rows, length)
-    if rows > 1 and row != row_pages(heads, length):
-        shift = row_pages(heads, length) - row
-        pages = pages + torch.arange(0, rows * shift, shift, dtype=torch.int32, device=pages.device).unsqueeze(1)
-    cache = {"k_cache": _pages(key), "v_cache": _pages(value), "page_table": pages, "cache_seqlens": lengths}
-    q = _rows(query)
+    lengths, pages = batch.pages_of(rows, row_pages(heads, length) - row if rows > 1 else 0)
+    k_cache, v_cache = (_pages(states, batch.page_size) for states in (key, value))
+    cache = {"k_cache": k_cache, "v_cache": v_cache, "page_table": pages, "cache_seqlens": lengths}
     out: Tensor
     if tokens == 1:
-        out = OPS.mha_decode_with_kvcache(q, **cache, max_seqlen_k=length, **options)
+        out = OPS.mha_decode_with_kvcache(query.squeeze(2), **cache, max_seqlen_k=length, **options)
     else:
+        q = _rows(query)
         cu_seqlens = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
         out = OPS.mha_with_kvcache(q, cu_seqlens, **cache, max_seqlen_q=tokens, max_seqlen_k=length, **options)
     return out
@@ -101,11 +98,11 @@ def _rows(states: Tensor) -> Tensor:
     return states.transpose(1, 2).flatten(0, 1)
 
 
-def _pages(states: Tensor) -> Tensor:
-    """Views a cache ``[batch, heads, tokens, dim]`` as pages of one token, ``[pages, 1, heads, dim]``. Page p begins p tokens after
-    the cache's first token.
+def _pages(states: Tensor, size: int) -> Tensor:
+    """Views a cache ``[batch, heads, tokens, dim]`` as pages of ``size`` tokens, ``[pages, size, heads, dim]``. Page p begins p
+    tokens after the cache's first token, so pages of several tokens overlap.
 
-    A page table refers only to pages that begin in head 0 of some row. So the pages that it refers to do not overlap.
+    A page table refers only to pages that begin in head 0 of some row.
     """
     rows, heads, tokens, dim = states.shape
     row = row_pages(heads, tokens)
@@ -113,8 +110,8 @@ def _pages(states: Tensor) -> Tensor:
     if of_element != 1 or (rows > 1 and states.stride(0) != row * of_token):
         # In a contiguous tensor, an axis of one element may have any stride. So the strides are computed from the sizes.
         states, of_head, of_token = states.contiguous(), tokens * dim, dim
-    pages = (rows - 1) * row + tokens
-    return states.as_strided((pages, 1, heads, dim), (of_token, of_token, of_head, 1))
+    pages = (rows - 1) * row + tokens - size + 1
+    return states.as_strided((pages, size, heads, dim), (of_token, of_token, of_head, 1))
 
 
 def _own(

@@ -14,6 +14,7 @@ from tokenspeed_kernel_base.served import Receipt, Row
 from tokenspeed_kernel_transformers.experts import arrange, forget, is_experts
 from tokenspeed_kernel_transformers.kernels import NotServedError, kernel_of
 from tokenspeed_kernel_transformers.layers import GatedMLP, RMSNorm, is_gated_mlp, is_norm
+from tokenspeed_kernel_transformers.masks import PAGE_SIZES
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +123,8 @@ def _shape_of(layer: Any) -> _Shape:
 
 
 def _attention_kernels(shape: _Shape, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """Yields the kernels of three calls, each with one sequence: a prefill, a decode step, and several new tokens after cached
-    tokens.
+    """Yields the kernels of calls with one sequence: a prefill, a decode step with large pages and with pages of one token, and
+    several new tokens after cached tokens.
     """
 
     def made(*sizes: int) -> torch.Tensor:
@@ -149,13 +150,18 @@ def _attention_kernels(shape: _Shape, dtype: torch.dtype, device: torch.device) 
         "cache_seqlens": ints(2),
         "max_seqlen_k": 2,
     }
-    calls: dict[str, dict[str, Any]] = {
-        "mha_prefill": {"q": q, "k": k, "v": v, "cu_seqlens": ints(0, 2), "max_seqlen": 2},
-        "mha_decode_with_kvcache": {"q": q[:1], **cache},
-        "mha_with_kvcache": {"q": q, "cu_seqlens_q": ints(0, 2), "max_seqlen_q": 2, **cache},
+    large = {
+        **cache,
+        "k_cache": made(1, PAGE_SIZES[0], shape.kv_heads, shape.head_dim),
+        "v_cache": made(1, PAGE_SIZES[0], shape.kv_heads, shape.v_head_dim),
     }
-    for operator, arguments in calls.items():
-        yield kernel_of(operator, **arguments, **options)
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("mha_prefill", {"q": q, "k": k, "v": v, "cu_seqlens": ints(0, 2), "max_seqlen": 2}),
+        ("mha_decode_with_kvcache", {"q": q[:1], **large}),
+        ("mha_decode_with_kvcache", {"q": q[:1], **cache}),
+        ("mha_with_kvcache", {"q": q, "cu_seqlens_q": ints(0, 2), "max_seqlen_q": 2, **cache}),
+    ]
+    yield from dict.fromkeys(kernel_of(operator, **arguments, **options) for operator, arguments in calls)
 
 
 def _mixers(model: Any) -> list[Row]:

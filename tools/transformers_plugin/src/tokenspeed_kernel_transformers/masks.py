@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from tokenspeed_kernel_transformers.batch import PAGED, RAGGED, Batch, kv_heads_of, row_pages
+from tokenspeed_kernel_transformers.batch import Batch, kv_heads_of, row_pages
 from tokenspeed_kernel_transformers.kernels import NotServedError
 
 logger = logging.getLogger(__name__)
+
+# Sizes of pages in decode steps. The fastest kernels read pages of several tokens by TMA.
+PAGE_SIZES = (64, 16)
 
 
 def attention_mask(
@@ -128,7 +131,7 @@ def _ragged(batch: int, tokens: int, padding: Tensor | None, device: Any, window
         if not _contiguous(known, left, left + known.sum(1)):
             raise NotServedError("there is padding between a row's tokens")
         sequences = torch.stack((ends - tokens + left, ends), 1).flatten()
-    return Batch(RAGGED, window_left, torch.nn.functional.pad(sequences, (1, 0)).int())
+    return Batch(0, window_left, torch.nn.functional.pad(sequences, (1, 0)).int())
 
 
 def _paged(
@@ -146,19 +149,59 @@ def _paged(
     to the next. ``new``: number of tokens of the key states without free slots."""
     tokens, begin, row = layout
     token = torch.arange(tokens, device=device)
+    if q_length == 1 and window_left >= tokens - 1:
+        window_left = -1  # all keys are in the window
+    single, page_size = q_length == 1 and window_left < 0, 1
     if padding is None:
         lengths, pages = (token < new).sum().expand(batch), token.expand(batch, -1)
+        if single and tokens >= min(PAGE_SIZES):
+            page_size = next(size for size in PAGE_SIZES if size <= tokens)
+            pages = _large_pages(tokens, page_size, torch.zeros_like(lengths), lengths)
     else:
         known = torch.nn.functional.pad(padding, (0, max(begin + tokens - padding.shape[1], 0)))
         known = known[:, begin : begin + tokens] & (token < new)
         lengths = known.sum(1)
+        room = _room(known, new - lengths, new) if single and not torch.compiler.is_compiling() else 0
+        if room >= min(PAGE_SIZES):
+            page_size = next(size for size in PAGE_SIZES if size <= room)
+            pages = _large_pages(tokens, page_size, new - lengths, lengths)
+            return _batch_of(page_size, window_left, lengths, pages, row)
         # With a window or with several queries, the tokens to attend to depend on positions, so padding between tokens is not
         # supported. For a single query without a window, the page table may skip padding anywhere.
         if (window_left >= 0 or q_length > 1) and not _contiguous(known, new - lengths, new):
             raise NotServedError("there is padding between a row's tokens")
         pages = known.int().argsort(dim=1, descending=True, stable=True)
-    pages = pages + torch.arange(0, batch * row, row, device=device).unsqueeze(1)
-    return Batch(PAGED, window_left, torch.cat((lengths, pages.flatten())).int())
+    return _batch_of(page_size, window_left, lengths, pages, row)
+
+
+def _batch_of(page_size: int, window_left: int, lengths: Tensor, pages: Tensor, row: int) -> Batch:
+    """Returns the batch of rows whose ``pages`` are counted from the beginning of each row."""
+    pages = pages + torch.arange(0, len(pages) * row, row, device=pages.device).unsqueeze(1)
+    return Batch(page_size, window_left, torch.cat((lengths, pages.flatten())).int())
+
+
+def _large_pages(tokens: int, size: int, first: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the page table of rows whose visible tokens are contiguous, for one query without a window. The order of the keys
+    then does not matter.
+
+    A page that began in the last tokens of a row would end outside of the cache. So the whole pages come first, and end with the
+    row's last token. The tokens before them are the beginning of the table's last page.
+
+    Args:
+        tokens: the largest number of tokens of a row.
+        size: the size of a page. ``first + size`` is at most ``tokens``.
+        first, lengths: ``[batch]``, each row's first visible token, and the number of visible tokens.
+    """
+    begin = torch.arange(0, tokens, size, device=lengths.device) + (lengths % size).unsqueeze(1)
+    whole = begin + size <= lengths.unsqueeze(1)
+    return begin * whole + first.unsqueeze(1)
+
+
+def _room(known: Tensor, begin: Tensor, end: int | Tensor) -> int:
+    """Returns the smallest number of slots of a row from the first valid token on. Returns 0 if some row's valid tokens are not
+    exactly those from ``begin`` to ``end``. This function waits for the device, as transformers' own masks do.
+    """
+    return int((known.shape[1] - begin).min() * _are_contiguous(known, begin, end))
 
 
 def _contiguous(known: Tensor, begin: Tensor, end: int | Tensor) -> bool:
@@ -167,9 +210,14 @@ def _contiguous(known: Tensor, begin: Tensor, end: int | Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         raise NotServedError("padding cannot be read while torch.compile traces the mask")
+    return bool(_are_contiguous(known, begin, end))
+
+
+def _are_contiguous(known: Tensor, begin: Tensor, end: int | Tensor) -> Tensor:
+    """Returns the result of `_contiguous` on the device."""
     token = torch.arange(known.shape[1], device=known.device)
     end = end.unsqueeze(-1) if isinstance(end, Tensor) else end
-    return bool((known == ((token >= begin.unsqueeze(1)) & (token < end))).all())
+    return (known == ((token >= begin.unsqueeze(1)) & (token < end))).all()
 
 
 @functools.cache

@@ -28,13 +28,19 @@ _warmed: set[tuple[str, Any]] = set()
 
 
 def sizes_up_to(most: int) -> Iterator[int]:
-    """Yields the powers of 2 below ``most``, and ``most``.
+    """Yields the powers of 2 below ``most``, and ``most``. Before each size that is divisible by 16, yields this size minus 1.
 
-    >>> list(sizes_up_to(12))
-    [1, 2, 4, 8, 12]
+    Kernels choose their tiles by powers of 2. Triton compiles one program for sizes that are divisible by 16, and another for all
+    other sizes. Batches of requests that share prefixes, say, have sizes such as 241.
+
+    >>> list(sizes_up_to(40))
+    [1, 2, 4, 8, 15, 16, 31, 32, 40]
     """
-    yield from itertools.takewhile(lambda size: size < most, (1 << power for power in itertools.count()))
-    yield most
+    powers = itertools.takewhile(lambda size: size < most, (1 << power for power in itertools.count()))
+    for size in (*powers, most):
+        if size % 16 == 0:
+            yield size - 1
+        yield size
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, defa
 from tokenspeed_kernel.workbench.receipts import Receipt, Row, receipt
 from tokenspeed_kernel.workbench.receipts.making import Source
 from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.declaration import Operator
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
@@ -49,7 +51,8 @@ class SelfCheck:
     Attributes:
         passed: for each kernel with only right results, by the kernel's name, the names of its cases.
         wrong: the kernels with a wrong result.
-        not_reached: kernels that ran on no case, with the reason: the time was over, or the kernel is eligible for no small case.
+        not_reached: kernels that ran on no case, with the reason: the time was over, the compile policy forbids the compilation, or
+            the kernel is eligible for no small case.
         seconds: duration of the check in seconds.
     """
 
@@ -82,15 +85,15 @@ def self_check(
 ) -> SelfCheck:
     """Runs each kernel of a receipt on small cases of its operator, and compares the results with the reference's.
 
-    Cases that are most similar to the receipt's calls run first.
-
-    Each kernel runs on one case before any kernel runs on a second one. No case starts after ``seconds``, but a case that compiles
-    may end much later. Run the check before weights are prepared and CUDA graphs are captured, because prepared weights and graphs
-    keep their kernel. References are not checked, because they define the right results.
+    Each kernel runs on one case before any kernel runs on a second one. Then cases that are most similar to the receipt's calls run
+    first. No case starts after ``seconds``, but a case that compiles may end much later. If the compile policy is ``forbid``, a
+    kernel whose cases need compilations is not reached. Call this function in a `tokenspeed_kernel.compile_policy` block with
+    ``allow`` to check such a kernel. Run the check before weights are prepared and CUDA graphs are captured, because prepared
+    weights and graphs keep their kernel. References are not checked, because they define the right results.
 
     Args:
         subject: a receipt, or a model as the argument of `receipt`; None for the selections that this process has made so far.
-        seconds: time in seconds after which no further case starts.
+        seconds: time in seconds after which no further case starts. The time to make a receipt does not count.
         disable: whether to make selection reject wrong kernels in this process. The kernels that are selected instead are checked,
             too.
         device: the device to run on; by default the device on which this process runs kernels.
@@ -105,7 +108,7 @@ def self_check(
     checking = _Checking(where, platform, disable)
     for name in found.kernels:
         checking.add(name, [row for row in found.rows if row.kernel == name])
-    checking.run(started + seconds)
+    checking.run(time.monotonic() + seconds)
     return SelfCheck(checking.passed, tuple(checking.wrong), checking.not_reached, time.monotonic() - started)
 
 
@@ -114,7 +117,7 @@ class _Checking:
 
     def __init__(self, device: torch.device, platform: PlatformInfo, disable: bool) -> None:
         self._device, self._platform, self._disable = device, platform, disable
-        self._requests: dict[tuple[str, str], Request] = {}
+        self._requests: dict[tuple[str, str], Request | None] = {}
         self._waiting: dict[str, Iterator[Case]] = {}
         self.passed: dict[str, list[str]] = {}
         self.wrong: list[Wrong] = []
@@ -140,15 +143,18 @@ class _Checking:
                     self.not_reached.update({left: "the time was over" for left in self._waiting if left not in self.passed})
                     self._waiting.clear()
                     return
-                self._run_next(name)
+                self._run_next(name, until)
 
-    def _run_next(self, name: str) -> None:
+    def _run_next(self, name: str, until: float) -> None:
+        """Runs a kernel on its next case, or on the first one after it that is not skipped before the time ``until``."""
         spec = KernelRegistry.get().get_by_name(name)
         skipped = "no small case of its operator selects it"
         for case in self._waiting[name]:
             result = verify_case(spec, case, self._device)
             if result.status is Status.SKIPPED:
                 skipped = result.reason
+                if time.monotonic() >= until:
+                    break
                 continue
             if result.wrong:
                 self._found_wrong(spec, case, result)
@@ -172,21 +178,27 @@ class _Checking:
             self.add(then, [])
 
     def _cases(self, spec: KernelSpec, rows: list[Row]) -> Iterator[Case]:
-        """Yields the small single-process cases for which a kernel is eligible, the cases most similar to the receipt's rows
-        first.
+        """Yields the small single-process cases for which a kernel is eligible: the first one found, then the others, those most
+        similar to the receipt's rows first. To find all cases takes seconds, in which other kernels would not be reached.
         """
         op = get_operator(spec.operator)
-        fitting: list[tuple[int, Case]] = []
-        for case in op.all_cases():
-            if case.large or case.world_size > 1:
-                continue
-            request = self._requests.get((spec.operator, case.name))
-            if request is None:
-                request = replace(asked(op, case)[0], platform=self._platform)
-                self._requests[spec.operator, case.name] = request
-            if refusal_of(op, spec, request) is None:
-                fitting.append((max((_likeness(request, row) for row in rows), default=0), case))
-        yield from (case for _, case in sorted(fitting, key=lambda pair: -pair[0]))
+        cases = (case for case in op.all_cases() if not case.large and case.world_size == 1)
+        requests = ((case, self._request_of(op, case)) for case in cases)
+        fitting = ((case, found) for case, found in requests if found is not None and refusal_of(op, spec, found) is None)
+        first = next(fitting, None)
+        if first is not None:
+            yield first[0]
+            others = [(max((_likeness(request, row) for row in rows), default=0), case) for case, request in fitting]
+            yield from (case for _, case in sorted(others, key=lambda pair: -pair[0]))
+
+    def _request_of(self, op: Operator[..., Any], case: Case) -> Request | None:
+        """Returns the request of a case; None if a tensor of the case is empty, because a kernel need not be launched for it."""
+        key = str(op), case.name
+        if key not in self._requests:
+            request, arguments = asked(op, case)
+            empty = any(isinstance(each, torch.Tensor) and not each.numel() for each in arguments.values())
+            self._requests[key] = None if empty else replace(request, platform=self._platform)
+        return self._requests[key]
 
 
 def _likeness(request: Request, row: Row) -> int:

@@ -88,6 +88,7 @@ class SplitPlan(NamedTuple):
         once: whether the batch has at most ``lengths`` sequences, so that one load reads all lengths.
         merge_cost: time to merge a partial result, as a fraction of the time of a block of keys. A sequence of n blocks finishes
             earliest with splits of ``sqrt(n * merge_cost)`` blocks; no split is shorter. 0: there is no such limit.
+        skipped_splits: the number of splits of a sequence that the launch does not compute.
     """
 
     q_len: int
@@ -102,6 +103,7 @@ class SplitPlan(NamedTuple):
     lengths: int
     once: bool = False
     merge_cost: float = 0.0
+    skipped_splits: int = 0
 
 
 class Merge(NamedTuple):

@@ -59,13 +59,14 @@ def blocks_per_split(blocks, longest, plan):
 
 
 @gluon.jit
-def passed_splits(split, some, real, computed, split_blocks, before):
+def passed_splits(split, some, real, computed, split_blocks, before, plan):
     """Finds the sequences, among those of one call of `blocks_at`, that end before split number ``split``. ``some`` is the number
     of blocks of each sequence, and ``before`` is the number of splits of all earlier sequences. Returns three numbers: how many
     sequences end before ``split``, the number of the first split after these sequences (0 if there are none), and the number of
     splits of all sequences of the call.
     """
-    splits = gl.where(computed, gl.maximum((some + split_blocks - 1) // split_blocks, 1), 0)
+    skipped = gl.where(real, plan.skipped_splits, 0)
+    splits = gl.where(computed, gl.maximum((some + split_blocks - 1) // split_blocks, 1), skipped)
     ends = before + gl.associative_scan(splits, 0, add)
     passed = real & (ends <= split)
     return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, ends, 0), 0), gl.sum(splits, 0)
@@ -79,7 +80,7 @@ def search_split(split, operands, plan):
     if plan.once:
         some, real, computed = blocks_at(operands, 0, plan, layout)
         split_blocks = blocks_per_split(gl.sum(some, 0), gl.max(some, 0), plan)
-        sequence, first_split, _ = passed_splits(split, some, real, computed, split_blocks, 0)
+        sequence, first_split, _ = passed_splits(split, some, real, computed, split_blocks, 0, plan)
     else:
         blocks = 0
         longest = 0
@@ -94,7 +95,7 @@ def search_split(split, operands, plan):
         first_split = 0
         for first in range(0, operands.batch, plan.lengths):
             some, real, computed = blocks_at(operands, first, plan, layout)
-            count, ends, splits = passed_splits(split, some, real, computed, split_blocks, before)
+            count, ends, splits = passed_splits(split, some, real, computed, split_blocks, before, plan)
             sequence += count
             first_split = gl.maximum(first_split, ends)
             before += splits

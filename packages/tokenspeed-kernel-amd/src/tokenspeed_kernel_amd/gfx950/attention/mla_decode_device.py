@@ -35,7 +35,7 @@ from tokenspeed_kernel_amd.gluon.softmax_device import (
     softmax_step,
     summed,
 )
-from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, load_queries, store_rows, visible_positions
+from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, load_queries, new_tokens, store_rows, visible_positions
 
 RANK = gl.constexpr(512)
 ROPE = gl.constexpr(64)
@@ -320,6 +320,17 @@ def attend_block(q, cache, buffer, start, end, state, visible, scaling, followin
 
 
 @gluon.jit
+def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, copied: gl.constexpr, tile_shape, ENDS: gl.constexpr):
+    """Executes one mainloop iteration: attention to the block with index ``block``, counted from position ``first``, and the copy
+    of the block ``tile_shape.stages`` later. ``copied``: groups of copies per block."""
+    stages: gl.constexpr = tile_shape.stages
+    start = first + block * tile_shape.block_n
+    following = find_block(cache, first, start + stages * tile_shape.block_n)
+    copies.wait_group(copied * (stages - 1))
+    return attend_block(q, cache, block % stages, start, end, state, visible, scaling, following, ENDS, False)
+
+
+@gluon.jit
 def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, begin, end, visible, scaling, tile_shape):
     """Computes attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, with
     row sums reduced across lanes (see `summed`)."""
@@ -343,13 +354,13 @@ def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, beg
             # If there are fewer blocks than stages, the last block is copied again, because unused LDS could hold NaN.
             copy_keys(cache, first, first + gl.minimum(stage, blocks - 1) * block_n, stage)
         fetching = gl.maximum(blocks - stages, 0)
-        for block in range(fetching):
-            start = first + block * block_n
-            following = find_block(cache, first, start + stages * block_n)
-            copies.wait_group(copied * (stages - 1))
-            state = attend_block(
-                q, cache, block % stages, start, end, state, visible, scaling, following, visible.ends_differ, False
-            )
+        unmasked = 0
+        if visible.ends_differ:
+            unmasked = gl.maximum(gl.minimum((visible.all_end - first) // block_n, fetching), 0)
+            for block in range(unmasked):
+                state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, copied, tile_shape, False)
+        for block in range(unmasked, fetching):
+            state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, copied, tile_shape, visible.ends_differ)
         # Drain the pipeline. If there are fewer blocks than stages, the mask hides the surplus blocks.
         for stage in gl.static_range(stages):
             start = first + (fetching + stage) * block_n
@@ -485,7 +496,8 @@ def mla_decode_kernel(
     number = gl.program_id(0) // XCDS % tiles
     half = number % shape.halves
     sequence, first_split, split_blocks = find_split(split, operands, plan)
-    if sequence < operands.batch:
+    first_query, new = new_tokens(operands.cu_seqlens_q, gl.minimum(sequence, operands.batch - 1), plan.q_len)
+    if (sequence < operands.batch) & (new > 0):
         length = gl.minimum(gl.load(operands.cache_seqlens + sequence), operands.max_seqlen_k)
         begin, count = visible_keys(length, plan)
         blocks = (count + block_n - 1) // block_n
@@ -495,12 +507,16 @@ def mla_decode_kernel(
             first_block = (split - first_split) * split_blocks
             after_block = gl.minimum(first_block + split_blocks, blocks)
         start = begin + first_block * block_n
+        if plan.window_left >= 0 and operands.cu_seqlens_q is not None:
+            # `visible_keys` assumes plan.q_len new tokens. If a sequence has fewer, its first split begins too early, and may
+            # include a page that was freed.
+            start = gl.maximum(start, gl.maximum(length - new - plan.window_left, 0) // plan.aligned * plan.aligned)
         tile = QueryTile(
-            sequence * plan.q_len, gl.to_tensor(plan.q_len), number // shape.halves * m, gl.to_tensor(0), shape.heads, m
+            gl.to_tensor(first_query), gl.to_tensor(new), number // shape.halves * m, gl.to_tensor(0), shape.heads, m
         )  # fmt: skip
         state = attend(
             operands, shape, variant, tile_shape, tile, half, sequence, length,
-            start, gl.minimum(begin + after_block * block_n, length), plan.q_len > 1,
+            start, gl.minimum(begin + after_block * block_n, length), variant.is_causal and plan.q_len > 1,
         )  # fmt: skip
         if plan.split_kv and blocks > split_blocks:
             first_part = 2 * (first_split - sequence) * tiles + number

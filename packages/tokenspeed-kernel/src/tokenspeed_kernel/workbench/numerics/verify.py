@@ -31,6 +31,7 @@ from tokenspeed_kernel.workbench.numerics.compare import (
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, tolerance_for
 from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.cases import Case, Recipe
+from tokenspeed_kernel_base.compilation import CompilationForbiddenError
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.platform import current_platform, platform_of
@@ -219,6 +220,8 @@ def verify_case(
             tolerance = functools.partial(tolerance_for, request=request, exact=op.exact or is_reference)
             trial = _Trial(op, spec, twin, lambda: op.prepared(build(), spec), expected, written, tolerance, repeat)
             trial.run()
+    except CompilationForbiddenError as error:
+        return result(Status.SKIPPED, f"compile policy: {error}")
     except Exception as error:  # a kernel may fail in any way; every failure is reported
         said = f"{doing}: {type(error).__name__}: {error}"
         blamed = Fault(f"error {doing} {type(error).__name__}", said)

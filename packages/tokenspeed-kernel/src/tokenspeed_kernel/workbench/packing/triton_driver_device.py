@@ -143,7 +143,8 @@ def _linked_without_driver(
     flags = ["-Wl,--no-as-needed", str(stub)]
     with knobs.build.scope():
         knobs.build.impl = None
-        return build._build(name, source, folder, library_dirs, include_dirs, others, flags)
+        built: str = build._build(name, source, folder, library_dirs, include_dirs, others, flags)
+        return built
 
 
 @contextlib.contextmanager
