@@ -63,5 +63,5 @@ def test_what_is_called_before_the_first_request(alone: Any, monkeypatch: pytest
 
     monkeypatch.setattr(type(layers[0].impl), "forward", attend)
     warmup.warm_layers(layers, BLOCK, warmup.Largest(requests=2, tokens=20, length=40))
-    assert len(written) == 2 * (2 * 3 + 5)
+    assert len(written) == 2 * (2 * 3 + 6)
     assert all(written)
