@@ -72,7 +72,7 @@ def format_of(fields: Fields) -> str:
 
 
 def attention_kernels(fields: Fields) -> tuple[str, ...]:
-    """Returns the kernels of full attention, and those of windows that differ from them."""
+    """Returns the kernels of layers with full attention, then those of layers with windows, each name once."""
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     width, sinks = fields.get("head_dim", fields["hidden_size"] // heads), fields["model_type"] == "gpt_oss"
     windows = (-1, fields["sliding_window"] - 1) if sinks else (-1,)

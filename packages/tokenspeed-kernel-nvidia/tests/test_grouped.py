@@ -195,23 +195,28 @@ def test_graph_replay_with_other_experts(sm90: torch.device) -> None:
         ids.copy_(torch.where(others > 3, others, -1))
 
 
-@pytest.mark.parametrize("tokens", [300, 60])
-def test_kernels_that_overlap(sm90: torch.device, tokens: int) -> None:
-    """Tests kernels that overlap in a graph (PDL). The output of each call is the next call's tokens."""
-    layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
-    x, weights, ids = layer.tokens(tokens)
+def check_overlap(layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, calls: int) -> None:
+    """Asserts that calls in a graph, which overlap, return what calls that wait for one another return. Each call's output is the
+    next call's tokens."""
     wanted = x
-    for _ in range(8):
+    for _ in range(calls):
         wanted = layer.run(wanted, weights, ids)
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = x
-        for _ in range(8):
+        for _ in range(calls):
             out = layer.run(out, weights, ids)
     for _ in range(5):
         graph.replay()
         assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("tokens", [300, 60])
+def test_kernels_that_overlap(sm90: torch.device, tokens: int) -> None:
+    """Tests kernels that overlap in a graph (PDL). The output of each call is the next call's tokens."""
+    layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
+    check_overlap(layer, *layer.tokens(tokens), calls=8)
 
 
 class LayerWithErrors(RandomLayer):
@@ -287,18 +292,7 @@ def test_overlapping_kernels_whose_ctas_share_columns(sm90: torch.device, activa
     layer = PairedLayer(sm90, 16, 4, 256, 192, activation_dtype=activation_dtype, **GPT_OSS)
     x, weights, ids = layer.tokens(700)
     ids[::5] = -1
-    wanted = x
-    for _ in range(4):
-        wanted = layer.run(wanted, weights, ids)
-        torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = x
-        for _ in range(4):
-            out = layer.run(out, weights, ids)
-    for _ in range(5):
-        graph.replay()
-        assert torch.equal(out, wanted)
+    check_overlap(layer, x, weights, ids, calls=4)
 
 
 @pytest.mark.slow

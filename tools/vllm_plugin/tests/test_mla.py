@@ -370,7 +370,7 @@ def test_a_package_without_kernels(latent: Any, monkeypatch: pytest.MonkeyPatch)
 def test_pages_have_the_size_for_the_best_kernels(
     latent: Any, monkeypatch: pytest.MonkeyPatch, pages: dict[int, int], best: int
 ) -> None:
-    """``pages``: for page sizes, the priority of kernels that need this size. Portable kernels have a lower priority."""
+    """``pages`` maps page sizes to the priority of the kernel that needs this size. Portable kernels have a lower priority."""
 
     def answer(function: Any, arguments: dict[str, Any]) -> Answer:
         size = arguments["kv_cache"].shape[1] if "kv_cache" in arguments else 0  # prompts without a cache

@@ -55,6 +55,18 @@ class Slots(NamedTuple):
     lengths: int
 
 
+def grid_of(slots: int, tiles: int, batch: int, skipped: int = 0) -> tuple[int, Slots]:
+    """Returns the number of workgroups for a head, and the `Slots` constant.
+
+    Args:
+        slots, tiles: the number of workgroups if sequences share slots, and if each has as many tiles as the sequence with the most
+            new tokens.
+        skipped: see `Slots`.
+    """
+    shared = 4 * slots < 3 * tiles
+    return (slots if shared else tiles), Slots(shared, skipped, lengths_at_once(batch) if shared else 0)
+
+
 @register_kernel(
     "attention",
     "mha_extend_with_kvcache",
@@ -126,10 +138,6 @@ def attend_in_tiles(call: Call, tile: TileShape, skipped: int = 0) -> None:
     """Launches attention with one workgroup for each tile. Skips sequences with at most ``skipped`` new tokens."""
     if call.empty:
         return
-    tiles = -(-call.max_seqlen_q * call.gqa_ratio // tile.m)
-    slots = slots_of(call, tile)
-    shared = 4 * slots < 3 * tiles * call.batch
-    device.extend_kernel[(call.kv_heads * (slots if shared else tiles * call.batch),)](
-        call.operands(), *call.constants(), tile, Slots(shared, skipped, lengths_at_once(call.batch) if shared else 0),
-        num_warps=tile.num_warps,
-    )  # fmt: skip
+    tiles = -(-call.max_seqlen_q * call.gqa_ratio // tile.m) * call.batch
+    count, slots = grid_of(slots_of(call, tile), tiles, call.batch, skipped)
+    device.extend_kernel[(call.kv_heads * count,)](call.operands(), *call.constants(), tile, slots, num_warps=tile.num_warps)

@@ -332,8 +332,8 @@ def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, copie
 
 @gluon.jit
 def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, begin, end, visible, scaling, tile_shape):
-    """Computes attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, with
-    row sums reduced across lanes (see `summed`)."""
+    """Computes attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state. Its
+    row sums are already reduced across lanes (see `summed`)."""
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
     # Groups of copies per block: rotary parts, values and, if two workgroups share a tile, the other workgroup's values.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention.extend import Slots
+from tokenspeed_kernel_amd.gfx950.attention.extend import grid_of
 from tokenspeed_kernel_amd.gfx950.attention.mla_decode import (
     CACHE,
     SIGNATURES,
@@ -24,7 +24,7 @@ from tokenspeed_kernel_amd.gfx950.attention.mla_decode import (
     tile_of,
     tiles_of,
 )
-from tokenspeed_kernel_amd.gluon.call import TileShape, lengths_at_once
+from tokenspeed_kernel_amd.gluon.call import TileShape
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
@@ -82,10 +82,6 @@ def attend_in_tiles(operands: Operands, variant: Variant, q_len: int, tile: Tile
     `extend` explains the two grids.
     """
     tokens, heads = operands.q.shape[:2]
-    tiles = tiles_of(operands, q_len, tile)
-    slots = tokens * heads // tile.m + operands.batch
-    shared = 4 * slots < 3 * tiles
-    device.mla_extend_kernel[(slots if shared else tiles,)](
-        operands, shape_of(operands, 1), variant, tile, Slots(shared, 0, lengths_at_once(operands.batch) if shared else 0),
-        num_warps=tile.num_warps,
-    )  # fmt: skip
+    needed = tokens * heads // tile.m + operands.batch
+    count, slots = grid_of(needed, tiles_of(operands, q_len, tile), operands.batch)
+    device.mla_extend_kernel[(count,)](operands, shape_of(operands, 1), variant, tile, slots, num_warps=tile.num_warps)

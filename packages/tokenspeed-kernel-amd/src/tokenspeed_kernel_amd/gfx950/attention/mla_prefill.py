@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows_to_write
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention.extend import Slots
-from tokenspeed_kernel_amd.gluon.call import TileShape, lengths_at_once, score_scaling
+from tokenspeed_kernel_amd.gfx950.attention.extend import grid_of
+from tokenspeed_kernel_amd.gluon.call import TileShape, score_scaling
 from tokenspeed_kernel_base.alignment import aligned
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -41,7 +41,7 @@ ATTRIBUTES = "amdgpu-agpr-alloc=0"
 
 
 class Operands(NamedTuple):
-    """Run-time arguments: the operator's tensors, and the scaling of `score_scaling`. out and lse are written.
+    """The run-time arguments: the operator's tensors, and what `score_scaling` returns. The kernel writes out and lse.
 
     Attributes:
         cu_seqlens_q: the operator's cu_seqlens.
@@ -125,10 +125,8 @@ def mla_prefill(
     if batch and longest:
         q, k, v = aligned(q), aligned(k), aligned(v)
         scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
-        tiles = -(-longest // TILE.m) * batch
-        slots = tokens // TILE.m + batch
-        shared = 4 * slots < 3 * tiles
-        device.mla_prefill_kernel[(heads * (slots if shared else tiles),)](
+        count, slots = grid_of(tokens // TILE.m + batch, -(-longest // TILE.m) * batch, batch)
+        device.mla_prefill_kernel[(heads * count,)](
             Operands(
                 cu_seqlens.contiguous(), None if cu_seqlens_kv is None else cu_seqlens_kv.contiguous(),
                 q, k, v, batch, scale, cap, written, lse,
@@ -136,7 +134,7 @@ def mla_prefill(
             Shape(heads, *(stride for each in (q, k, v, written) for stride in each.stride()[:2])),
             Variant(window_left, is_causal, cap > 0, return_lse),
             TILE,
-            Slots(shared, 0, lengths_at_once(batch) if shared else 0),
+            slots,
             num_warps=TILE.num_warps,
             waves_per_eu=WAVES_PER_SIMD,
             llvm_fn_attrs=ATTRIBUTES,

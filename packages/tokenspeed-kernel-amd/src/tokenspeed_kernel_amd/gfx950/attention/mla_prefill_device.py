@@ -70,8 +70,8 @@ def open_sequence(operands, shape, layouts: gl.constexpr, rope_layouts: gl.const
 
 @gluon.jit
 def copy_rows(rows, base, start, end):
-    """Starts the copy to LDS of the block of ``rows`` at position ``start``. Instead of rows at or after position ``end``, the row
-    before ``end`` is loaded. ``base``: pointer to the sequence's first row."""
+    """Starts the copy of a block to LDS: ``rows`` from position ``start`` on. Rows from position ``end`` on are not read; the copy
+    repeats the row before ``end`` in their place. ``base``: pointer to the sequence's first row."""
     column = gl.arange(0, rows.shared.shape[2], gl.SliceLayout(0, rows.offsets.type.layout))
     offsets = gl.minimum(rows.offsets, ((end - 1 - start) * rows.token_stride + column)[None, :])
     base += gl.to_tensor(start).to(gl.int64) * rows.token_stride

@@ -196,8 +196,9 @@ def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYT
 
 
 def loads_of(weights: Weights, scales: Scales, row_bytes: int) -> int:
-    """Returns how many 16-byte loads a lane makes of each row in a ring stage: of `LOADS`, the number with which rows of
-    ``row_bytes`` bytes fill their stages best. Only scaled weights, whose conversion takes time, are worth a choice.
+    """Returns `Config.loads`: the number in `LOADS` with which rows of ``row_bytes`` bytes leave least of their ring stages empty.
+
+    The number is always the first one for dense weights and block scales. Dense weights need no conversion, and gained nothing.
     """
     if scales not in ("row", "mx"):
         return LOADS[0]

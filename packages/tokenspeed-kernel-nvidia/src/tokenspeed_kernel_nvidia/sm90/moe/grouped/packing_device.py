@@ -1,5 +1,5 @@
-"""The device code of `grouped` that makes packed columns: rows of activations in the sorted order of pairs, in the layout of the
-ring of columns.
+"""The device code of `grouped` that makes packed columns. Packed columns are the rows of activations, sorted by expert like the
+pairs, in the layout that the ring of columns has in shared memory.
 
 Packed columns are panels of 128 bytes of k: ``[panel, row, 128 bytes]``. Consecutive rows are adjacent, so one bulk copy moves all
 columns of a tile, and it can multicast them. In a row of 128 bytes, the eight 16-byte chunks are permuted by the row's index modulo
