@@ -256,16 +256,19 @@ def test_a_plugins_speed_is_relative_to_the_engines_own(monkeypatch: pytest.Monk
     served = importlib.import_module("served_table")
     assert served.measured_table(tmp_path) == "Nothing has been measured with these models yet."
 
-    def rows(engine: str, ms: float, rate: float, **more: int) -> list[dict[str, Any]]:
+    def rows(engine: str, ms: float, rate: float, **more: Any) -> list[dict[str, Any]]:
         return [
             {"engine": engine, "figure": "decode", "batch": 1, "ms": ms, **more},
             {"engine": engine, "figure": "prefill", "shape": "4x8192", "tokens_per_s": rate, **more},
         ]
 
     report = {"rows": [*rows("vllm", 4.0, 100), *rows("plugin", 2.0, 50), *rows("plugin-linear", 1.0, 1, engines_starting=1)]}
+    report["rows"] += rows("plugin-experts", 2.0, 1, engines_starting=1, all_ms=[2.0, 2.0, 2.1])
+    report["rows"] += rows("plugin-mla", 5.0, 80, engines_starting=1, all_ms=[5.0, 5.01, 5.02])
     (tmp_path / "llama.json").write_text(json.dumps(report))
     assert served.measured_table(tmp_path).splitlines()[0] == "| model | variant | decode 1 | prefill | geometric mean |"
-    assert served.measured_table(tmp_path).splitlines()[2:] == ["| llama | `plugin` | 2.00 | 0.50 | 1.00 |"]
+    expected = ["| llama | `plugin` | 2.00 | 0.50 | 1.00 |", "| llama | `plugin-mla` | 0.80 | 0.80 | 0.80 |"]
+    assert served.measured_table(tmp_path).splitlines()[2:] == expected
 
 
 def test_the_configuration_file_has_every_key(tmp_path: Path) -> None:
