@@ -44,8 +44,8 @@ from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import config_of as mm_config_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import PART_BYTES, TILE, Config, config_of
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.launch import LayerWeights, PersistentLayers, persistent_program
+from tokenspeed_kernel_nvidia.sm90.layers.config import PART_BYTES, TILE, Config, config_of
+from tokenspeed_kernel_nvidia.sm90.layers.launch import LayerWeights, PersistentLayers, persistent_program
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of as stream_config_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import stream_program
 

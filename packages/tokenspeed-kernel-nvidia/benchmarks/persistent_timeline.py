@@ -1,4 +1,4 @@
-"""A model of the time of one layer in the persistent kernel of `sm90/moe/persistent`, for GPT-OSS-120B on one H200.
+"""A model of the time of one layer in the persistent kernel of `sm90/layers`, for GPT-OSS-120B on one H200.
 
     python packages/tokenspeed-kernel-nvidia/benchmarks/persistent_timeline.py
 

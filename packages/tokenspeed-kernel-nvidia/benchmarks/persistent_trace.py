@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import CHAIN, EVENTS
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.launch import PersistentLayers
+from tokenspeed_kernel_nvidia.sm90.layers.config import CHAIN, EVENTS
+from tokenspeed_kernel_nvidia.sm90.layers.launch import PersistentLayers
 
 
 def gathered(layers: PersistentLayers, run: Callable[[], None], rounds: int, calls: int = 3) -> Tensor:

@@ -41,6 +41,6 @@ def test_rows(persistent: Any) -> None:
     assert "error" in found["persistent"]["note"]
     assert "Error" in found["broken"]["note"]
     assert all(persistent.line(row) for row in found.values())
-    events = importlib.import_module("tokenspeed_kernel_nvidia.sm90.moe.persistent.config").EVENTS
+    events = importlib.import_module("tokenspeed_kernel_nvidia.sm90.layers.config").EVENTS
     assert [line[:36].rstrip() for line in lines[2:-1]] == [*events]
     assert "nan" not in "".join(lines)

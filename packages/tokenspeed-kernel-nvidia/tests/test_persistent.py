@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import (
+from tokenspeed_kernel_nvidia.sm90.layers.config import (
     CHAIN,
     EVENTS,
+    HEAD_DIM,
     OTHER_BYTES,
     PART_PITCH,
     PRODUCED,
@@ -21,7 +22,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import (
     config_of,
     every_config,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.launch import LayerWeights, PersistentLayers
+from tokenspeed_kernel_nvidia.sm90.layers.launch import LayerWeights, PersistentLayers
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, GROUPS, SHARED_BYTES
 
 from .experts import GPT_OSS, RandomLayer
@@ -30,7 +31,7 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 
 class Model:
-    """Some layers with random weights."""
+    """Some layers with random weights and caches, and a token of each sequence."""
 
     def __init__(
         self,
@@ -40,41 +41,101 @@ class Model:
         intermediate: int,
         experts: int,
         top_k: int,
-        width: int,
+        kv_heads: int,
+        group: int,
+        keys: int,
+        page_size: int = 16,
         device: torch.device = CPU,
     ) -> None:
+        """``keys``: the largest number of keys of a sequence. Layers alternate between a window and all keys."""
         self.random = torch.Generator(device).manual_seed(tokens + layers + hidden)
         self.experts = [RandomLayer(device, experts, top_k, hidden, intermediate, **GPT_OSS) for _ in range(layers)]
         for index, layer in enumerate(self.experts):
             layer.given.w13_weight = layer.given.w13_weight.roll(index, 0)  # the layers differ
             layer.prepare()
+        self.tokens, self.kv_heads, self.heads = tokens, kv_heads, kv_heads * group
+        rows, width = (self.heads + 2 * kv_heads) * HEAD_DIM, self.heads * HEAD_DIM
         self.weights = [
             LayerWeights(
+                1 + self.normal(hidden) / 8, 2 * self.normal(rows, hidden) / hidden**0.5, self.normal(rows) / 4,
+                self.normal(self.heads).float(), None if index % 2 else max(keys // 3, 1),
                 self.normal(hidden, width) / width**0.5, self.normal(hidden), self.normal(hidden),
                 2 * self.normal(experts, hidden) / hidden**0.5, self.normal(experts), layer.prepared,
             )
-            for layer in self.experts
+            for index, layer in enumerate(self.experts)
         ]  # fmt: skip
         self.plan = self.experts[0].plan
-        self.attended, self.residual = self.normal(layers, tokens, width), self.normal(tokens, hidden)
+        self.x = self.normal(tokens, hidden)
+        # Sequences from the longest to the shortest. Pages that no sequence has hold NaN.
+        self.lengths = torch.tensor([max(keys - 5 * each, 1) for each in range(tokens)], dtype=torch.int32, device=device)
+        each = -(-keys // page_size)
+        count = tokens * each + 3
+        order = torch.randperm(count, generator=self.random, device=device).int()
+        self.pages = order[: tokens * each].view(tokens, each)
+        self.caches = [(self.cache(count, page_size), self.cache(count, page_size)) for _ in range(layers)]
+        newest = (self.lengths - 1).long()
+        pages = self.pages.gather(1, (newest // page_size)[:, None])[:, 0]
+        self.slots = pages.long() * page_size + newest % page_size
+        angles = torch.rand(keys, HEAD_DIM // 2, generator=self.random, device=device) * 6
+        self.table = torch.cat((angles.cos(), angles.sin()), 1)
+
+    def cache(self, pages: int, page_size: int) -> Tensor:
+        made = torch.full((pages, page_size, self.kv_heads, HEAD_DIM), torch.nan, dtype=BF16, device=self.x.device)
+        for token, length in zip(range(self.tokens), self.lengths.tolist(), strict=True):
+            for key in range(length - 1):
+                made[self.pages[token, key // page_size], key % page_size] = self.normal(self.kv_heads, HEAD_DIM)
+        return made
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.random, device=self.random.device).to(BF16)
 
     def run(self, ctas: int | None = None, launches: int = 1, **options: Any) -> tuple[Tensor, PersistentLayers]:
         """Launches the layers some times. Returns the outputs of all layers, and the launch object."""
-        layers = PersistentLayers(self.weights, self.attended, self.plan, ctas=ctas, **options)
-        out = torch.full((*self.attended.shape[:2], self.plan.hidden_size), torch.nan, dtype=BF16, device=self.attended.device)
+        tokens, hidden = self.x.shape
+        layers = PersistentLayers(self.weights, self.caches, tokens, self.table, self.plan, ctas=ctas, **options)
+        out = torch.full((len(self.weights), tokens, hidden), torch.nan, dtype=BF16, device=self.x.device)
         for _ in range(launches):
-            layers(self.residual, out)
+            layers(self.x, out, self.lengths, self.pages, self.slots)
         return out, layers
+
+    def attended(self, index: int, x: Tensor) -> Tensor:
+        """Computes a layer's attention in float64, and compares the new keys and values with those in the cache."""
+        weights, (k_cache, v_cache) = self.weights[index], self.caches[index]
+        scale = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        normed = (x.double() * scale * weights.input_norm.double()).to(BF16)
+        qkv = (normed.double() @ weights.qkv.double().t() + weights.qkv_bias.double()).to(BF16).double()
+        heads = qkv.view(self.tokens, -1, HEAD_DIM)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        cos, sin = self.table.double()[(self.lengths - 1).long()][:, None].chunk(2, -1)
+        halves = ((q, q.roll(HEAD_DIM // 2, -1)), (k, k.roll(HEAD_DIM // 2, -1)))
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        q, k = ((x * cos + other * sin).to(BF16).double() for x, other in halves)
+        page_size, group = k_cache.shape[1], self.heads // self.kv_heads
+        found = []
+        for token, length in enumerate(self.lengths.tolist()):
+            slot = int(self.slots[token])
+            if slot >= 0:
+                for cache, new in ((k_cache, k), (v_cache, v)):
+                    stored = cache[slot // page_size, slot % page_size].double()
+                    assert (stored - new[token]).abs().max() <= 2 * torch.finfo(BF16).eps * new[token].abs().max()
+            first = 0 if weights.window is None else max(length - weights.window, 0)
+            at = torch.arange(first, length - 1, device=x.device)
+            pages = self.pages[token].long()[at // page_size]
+            keys, values = (
+                torch.cat((cache[pages, at % page_size].double(), new[token : token + 1])).repeat_interleave(group, 1)
+                for cache, new in ((k_cache, k), (v_cache, v))
+            )
+            scores = torch.einsum("hd,khd->hk", q[token], keys) * HEAD_DIM**-0.5
+            sums = torch.cat((scores, weights.sinks.double()[:, None]), 1).softmax(-1)[:, :-1]
+            found.append(torch.einsum("hk,khd->hd", sums, values).flatten())
+        return torch.stack(found).to(BF16)
 
     def check(self, out: Tensor) -> None:
         """Compares each layer's output with a float64 computation that starts from the kernel's output of the preceding layer."""
-        residual = self.residual
-        for weights, layer, attended, got in zip(self.weights, self.experts, self.attended, out, strict=True):
-            projected = (attended.double() @ weights.projection.double().t() + weights.projection_bias.double()).to(BF16)
-            total = (projected.double() + residual.double()).to(BF16)
+        x = self.x
+        for index, (weights, layer, got) in enumerate(zip(self.weights, self.experts, out, strict=True)):
+            projected = (self.attended(index, x).double() @ weights.projection.double().t() + weights.projection_bias.double()).to(BF16)
+            total = (projected.double() + x.double()).to(BF16)
             scale = (total.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
             normed = (total.double() * scale * weights.norm.double()).to(BF16)
             logits = (normed.double() @ weights.router.double().t() + weights.router_bias.double()).to(BF16)
@@ -87,9 +148,9 @@ class Model:
             # intermediate features, so these rounding errors do not average out. The tolerances are therefore multiples of
             # bfloat16's eps.
             size, eps = torch.maximum(expert.abs(), total.double().abs()), torch.finfo(BF16).eps
-            assert error.max() <= 2 * eps * size.max()
-            assert error.square().mean().sqrt() <= 0.8 * eps * size.square().mean().sqrt()
-            residual = got
+            assert error.max() <= 3 * eps * size.max()
+            assert error.square().mean().sqrt() <= eps * size.square().mean().sqrt()
+            x = got
 
 
 @pytest.fixture
@@ -103,24 +164,22 @@ def hopper() -> Any:
 
 # All cases have a seed. Without a seed, the emulator runs CTAs in order, and polls take millions of instructions.
 @pytest.mark.parametrize(
-    ("sizes", "ctas", "room"),
+    ("sizes", "ctas", "tiles"),
     [
-        ((1, 2, 64, 96, 8, 2, 512), 3, 1),
-        ((3, 2, 96, 64, 8, 4, 1024), 4, 8),
-        ((8, 1, 64, 64, 16, 4, 512), 5, 8),
-        ((4, 1, 96, 64, 8, 2, 4096), 4, 8),  # the projection has more stages than the ring buffer
-        pytest.param((8, 2, 192, 160, 128, 4, 1536), 11, 8, marks=pytest.mark.slow),
+        ((1, 2, 64, 96, 8, 2, 1, 2, 70), 5, 8),
+        ((3, 1, 96, 64, 8, 4, 1, 3, 40), 7, 8),
+        pytest.param((2, 2, 192, 64, 16, 4, 2, 8, 100), 33, 5, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, room: int) -> None:
+def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, tiles: int) -> None:
     """Runs warps and copies at random times, then copies as late as permitted. All results must be bitwise equal, also those of a
     second launch."""
     model = Model(*sizes)
     found = []
     for options in ({"seed": 1}, {"seed": 2}, {"seed": 3, "copies": "late"}):
         with hopper(**options):
-            out, launched = model.run(ctas, launches=2, config=config_of(room), ahead=4096)
+            out, launched = model.run(ctas, launches=2, config=config_of(sizes[0], tiles=tiles), ahead=4096)
             assert not launched.failed
             assert launched.counters_are_zero
         found.append(out)

@@ -5,8 +5,9 @@ SM. CTAs of a preceding kernel wait for nothing that this launch does, so they l
 also needs all SMs at once must not run beside this one, unless both are cooperative. Under these conditions, no wait is circular:
 
 * a CTA's producer warp waits for its own CTA only: for empty stages, and for the lists of pairs;
-* a CTA's MMA warps process stages in the order in which the producer fills them: projection, w13, w2, and the output. They wait for
-  other CTAs' words or counters of an earlier step in this order, never for a later step. The epilogue warps wait for no other CTA;
+* a CTA's MMA warps process stages in the order in which the producer fills them: qkv, projection, w13, w2, and the output. They
+  wait for other CTAs' words or counters of an earlier step in this order, never for a later step. The epilogue warps wait for no
+  other CTA;
 * a step needs the ring buffer only for its own stages. The producer runs ahead of the steps, never the other way round.
 
 So the earliest unfinished step of all CTAs always proceeds. Waits for other CTAs also give up after a number of polls, see
@@ -31,7 +32,7 @@ from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, fi
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_int, opt_barrier, pack, store_words, widened
 from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, prefetch_bulk
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import PIECE_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import (
+from tokenspeed_kernel_nvidia.sm90.layers.config import (
     HEAD_WORDS,
     LAYER_COUNTERS,
     LEFT,
@@ -42,15 +43,19 @@ from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import (
     TILE,
     Config,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.exchange_device import load_tagged, value_of
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.route_device import Route
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.tile_device import (
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import load_tagged, store_tagged, value_of
+from tokenspeed_kernel_nvidia.sm90.layers.route_device import Route
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     EXPERT_COUNT,
     FIRST_ROW,
     GIVEN_UP,
     PROJECTION,
+    QKV_FIRST_ROW,
+    QKV_ROW_COUNT,
+    QKV_WEIGHT,
     ROUTER,
     ROW_COUNT,
+    Attention,
     Given,
     LayerCall,
     address_in_table,
@@ -71,17 +76,19 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     rows, size = arguments.rows, arguments.size
     tokens, hidden = size(), size(divisibility=32)
     residual, out = rows(config.dtype, tokens, hidden), rows(config.dtype, size(), tokens, hidden)
-    numbers = [*(Int64(0) for _ in range(6)), *(Int32(0) for _ in range(7)), *(Float32(0) for _ in range(4))]
+    numbers = [*(Int64(0) for _ in range(7)), *(Int32(0) for _ in range(7)), *(Float32(0) for _ in range(4))]
+    numbers += [*(Int64(0) for _ in range(10)), *(Int32(0) for _ in range(7)), Float32(0)]
     return residual, out, *numbers, arguments.stream()
 
 
 class Persistent(Route):
     """The kernel of one configuration. Each CTA has the 15 warps of `stream`. For each layer:
 
-    * warps 0-11 project, normalise, route, and then run `stream`'s MMAs. They write the layer's output;
-    * warp 12, the producer, streams this CTA's rows of the projection into the ring buffer, and its rows of the router beside it.
-      Once the experts are known, it streams panels of w13 and w2 through the same ring buffer, and goes on with the next layer's
-      projection. While the experts are being chosen, it can prefetch that projection into L2;
+    * warps 0-11 compute queries, keys and values, attention, the projection and the router, and then run `stream`'s MMAs. They
+      write the layer's output;
+    * warp 12, the producer, streams this CTA's rows of the weights of qkv and of the projection into the ring buffer, and its rows
+      of the router beside it. Once the experts are known, it streams panels of w13 and w2 through the same ring buffer, and goes on
+      with the next layer's weights of qkv. While the experts are being chosen, it can prefetch these weights into L2;
     * warps 13-14 run `stream`'s epilogue.
 
     Shared memory holds the ring buffer (18 stages for one token), the rows of the router, and the tokens. The kernel is
@@ -95,6 +102,7 @@ class Persistent(Route):
         out: cute.Tensor,
         table: Int64,
         head: Int64,
+        outputs: Int64,
         totals: Int64,
         logits: Int64,
         activated: Int64,
@@ -110,6 +118,24 @@ class Persistent(Route):
         alpha: Float32,
         limit: Float32,
         beta: Float32,
+        qkv: Int64,
+        partials: Int64,
+        attended: Int64,
+        lengths: Int64,
+        pages: Int64,
+        slots_at: Int64,
+        rope_table: Int64,
+        page_pitch: Int64,
+        token_pitch: Int64,
+        head_pitch: Int64,
+        pages_pitch: Int32,
+        slot_words: Int32,
+        table_pitch: Int32,
+        page_size: Int32,
+        kv_heads: Int32,
+        group: Int32,
+        splits: Int32,
+        scale: Float32,
         stream: cuda.CUstream,
     ):
         layers, tokens, hidden = out.shape
@@ -121,9 +147,13 @@ class Persistent(Route):
             Int64(0), Int64(0), w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels, Int32(1),
             experts, hidden, intermediate, top_k, alpha, limit, beta,
         )  # fmt: skip
+        attention = Attention(
+            qkv, partials, attended, lengths, pages, slots_at, rope_table, page_pitch, token_pitch, head_pitch, pages_pitch,
+            slot_words, table_pitch, page_size, kv_heads, group, splits, scale,
+        )  # fmt: skip
         given = Given(
-            table, residual.iterator.toint(), out.iterator.toint(), head, totals, logits, activated, slots, tokens, width, layers,
-            ahead, polls, eps, layer,
+            table, residual.iterator.toint(), out.iterator.toint(), head, outputs, totals, logits, activated, slots, tokens, width,
+            layers, ahead, polls, eps, layer, attention,
         )  # fmt: skip
         self.run(given).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=not self.config.cooperative,
@@ -147,7 +177,7 @@ class Persistent(Route):
             storage.heads.data_ptr().toint(), storage.sizes.data_ptr(), storage.entries.data_ptr(), storage.entries.data_ptr(),
             storage.order.data_ptr(), storage.experts_of_pairs.data_ptr(), given, Int32(0), Int32(0), rows_at,
             storage.partials.data_ptr().toint(), storage.router.data_ptr().toint(), storage.squares.data_ptr().toint(),
-            storage.chosen.data_ptr(), storage.kept.data_ptr(), storage.attended_full.data_ptr(), storage.router_full.data_ptr(),
+            storage.chosen.data_ptr(), storage.kept.data_ptr(), storage.router_full.data_ptr(),
             storage.routed.data_ptr(),
         )  # fmt: skip
         if warp == LOAD_WARP:
@@ -157,12 +187,15 @@ class Persistent(Route):
                 for buffer in cutlass.range_constexpr(BUFFERS):
                     call.partial.full.init(buffer, MMA_WARPS)
                     call.partial.empty.init(buffer, FINISHERS)
-                for barrier in (call.attended_full, call.router_full, call.routed):
+                for barrier in (call.router_full, call.routed):
                     cute.arch.mbarrier_init(barrier, 1)
                 call.kept[FIRST_ROW] = cta * hidden // ctas
                 call.kept[ROW_COUNT] = (cta + 1) * hidden // ctas - cta * hidden // ctas
                 call.kept[EXPERT_COUNT] = cutlass.max(given.layer.experts - cta + ctas - 1, 0) // ctas
                 call.kept[GIVEN_UP] = Int32(0)
+                qkv_rows = given.attention.qkv_rows
+                call.kept[QKV_FIRST_ROW] = cta * qkv_rows // ctas
+                call.kept[QKV_ROW_COUNT] = (cta + 1) * qkv_rows // ctas - cta * qkv_rows // ctas
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp == LOAD_WARP:
@@ -182,8 +215,11 @@ class Persistent(Route):
     def consume_layers(self, call: LayerCall, warp: Int32, tag: Int32):
         """Runs the MMA warps' steps of all layers."""
         at, to = Cursor(warp // PANEL_STRIPS, Int32(0)), first_to_fill()
+        self.store_input(call_of_layer(call, Int32(0), tag))
         for index in cutlass.range(call.given.layers, unroll=1):
             of_layer = call_of_layer(call, index, tag)
+            at = self.project_qkv(of_layer, warp, at)
+            self.attend(of_layer, warp)
             ahead = self.load_route_operands(of_layer)
             at = self.project(of_layer, warp, at)
             self.route(of_layer, warp, *ahead)
@@ -215,9 +251,11 @@ class Persistent(Route):
         for index in cutlass.range(given.layers, unroll=1):
             of_layer = call_of_layer(call, index, Int32(0))
             self.load_router(of_layer)
-            at = self.load_projection(of_layer, at)
+            qkv_rows, hidden = of_layer.qkv_row_count, of_layer.layer.hidden
+            at = self.load_tiles(of_layer, at, QKV_WEIGHT, of_layer.qkv_first_row, qkv_rows, hidden * 2)
+            at = self.load_tiles(of_layer, at, PROJECTION, of_layer.first_row, of_layer.row_count, given.width * 2)
             if index + 1 < given.layers:
-                self.prefetch_projection(of_layer)
+                self.prefetch_qkv(of_layer)
             cute.arch.mbarrier_wait(call.routed, index & 1)
             at = self.load_experts(of_layer, at)
             at = self.tell(of_layer, at, item_code(COMBINE))
@@ -238,22 +276,25 @@ class Persistent(Route):
                 bulk_load(call.router_at + index * size, from_, size, call.router_full.toint(), once=False)
 
     @cute.jit
-    def load_projection(self, call: LayerCall, at: Any):
-        """Streams this CTA's rows of the projection. Returns the next position in the ring buffer."""
-        row_bytes = call.given.width * 2
-        first = call.address(PROJECTION) + Int64(call.first_row) * row_bytes
+    def load_tiles(
+        self, call: LayerCall, at: Any, column: cutlass.Constexpr[int], first_row: Int32, row_count: Int32, row_bytes: Int32
+    ):
+        """Streams this CTA's rows of dense weights. ``column``: of the table of layers. Returns the next position in the ring
+        buffer."""
+        first = call.address(column) + Int64(first_row) * row_bytes
         stages = Int32(0)
-        for tile in cutlass.range(0, call.row_count, TILE, unroll=1):
-            count = cutlass.min(call.row_count - tile, TILE)
+        for tile in cutlass.range(0, row_count, TILE, unroll=1):
+            count = cutlass.min(row_count - tile, TILE)
             for part in cutlass.range(0, row_bytes, PART_BYTES, unroll=1):
+                size = cutlass.min(row_bytes - part, PART_BYTES)
                 call.pipe.acquire(at)
                 if cute.arch.lane_idx() == 0:
-                    call.pipe.commit(at, count * PART_BYTES)
+                    call.pipe.commit(at, count * size)
                     for row in cutlass.range_constexpr(TILE):
                         if row < count:
                             to = call.ring + at.stage * self.config.stage_bytes + row * PART_PITCH
                             from_ = first + Int64(tile + row) * row_bytes + part
-                            bulk_load(to, from_, PART_BYTES, call.pipe.full.of(at).toint())
+                            bulk_load(to, from_, size, call.pipe.full.of(at).toint())
                 at = advance(at, self.stages)
                 stages += 1
         for _ in cutlass.range((GROUPS - stages % GROUPS) % GROUPS, unroll=1):
@@ -261,12 +302,12 @@ class Persistent(Route):
         return at
 
     @cute.jit
-    def prefetch_projection(self, call: LayerCall):
-        """Prefetches this CTA's first rows of the next layer's projection into L2. The rows are contiguous."""
+    def prefetch_qkv(self, call: LayerCall):
+        """Prefetches this CTA's first rows of the next layer's weights of qkv into L2. The rows are contiguous."""
         given = call.given
-        row_bytes = given.width * 2
-        size = cutlass.min(given.ahead, call.row_count * row_bytes)
-        source = address_in_table(given, call.index + 1, PROJECTION) + Int64(call.first_row) * row_bytes
+        row_bytes = call.layer.hidden * 2
+        size = cutlass.min(given.ahead, call.qkv_row_count * row_bytes)
+        source = address_in_table(given, call.index + 1, QKV_WEIGHT) + Int64(call.qkv_first_row) * row_bytes
         for done in cutlass.range(0, size, PIECE_BYTES, unroll=1):
             if cute.arch.lane_idx() == 0:
                 prefetch_bulk(source + done, cutlass.min(size - done, PIECE_BYTES))
@@ -302,9 +343,6 @@ class Persistent(Route):
         All MMA warps call this method.
         """
         layer = call.layer
-        # Order these threads' reads and writes before the next bulk copy of the attention's output, which overwrites the same
-        # memory.
-        cute.arch.fence_view_async_shared()
         self.meet(call, warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
         thread = self.thread()
         ctas, _, _ = cute.arch.grid_dim()
@@ -325,8 +363,13 @@ class Persistent(Route):
                 low, high = widened(self.dtype, pack(self.dtype, expert[2 * half], expert[2 * half + 1]))
                 words.append(pack(self.dtype, low + value_of(before[2 * half]), high + value_of(before[2 * half + 1])))
             store_words(to + Int64(quad) * 8, words)
+            words_at = call.given.outputs + Int64(quad) * 16
+            for half in cutlass.range_constexpr(2):
+                # A tagged word has its value in the upper half.
+                store_tagged(words_at + 8 * half, words[half] << 16, call.tag)
+                store_tagged(words_at + 8 * half + 4, words[half], call.tag)
             quad += PREPARING_THREADS
-        self.tell_all(call, OUT)
+        self.publish(call, OUT)
 
     @cute.jit
     def leave_layers(self, call: LayerCall, tag: Int32):
@@ -342,8 +385,8 @@ class Persistent(Route):
             words = cute.make_ptr(Int32, head, cute.AddressSpace.gmem)
             if lane == 0:
                 words[LEFT] = Int32(0)
-                words[TAG] = (tag + call.given.layers) & 0xFFFF
+                words[TAG] = (tag + 1 + call.given.layers) & 0xFFFF
             each = HEAD_WORDS + lane
-            while each < HEAD_WORDS + call.given.layers * LAYER_COUNTERS:
+            while each < HEAD_WORDS + (call.given.layers + 1) * LAYER_COUNTERS:
                 words[each] = Int32(0)
                 each += 32

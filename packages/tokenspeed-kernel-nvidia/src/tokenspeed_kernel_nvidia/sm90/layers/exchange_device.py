@@ -1,8 +1,8 @@
-"""Exchange of rows among all CTAs through tagged words, and waits that give up.
+"""Exchange of rows among all CTAs through tagged words and numbers, and waits that give up.
 
-A tagged word holds a bfloat16 in its upper half and the layer's tag in the lower half. A reader polls the words themselves. A word
-is stored by one instruction, so value and tag need no fence. Every word is written in every layer. So the former tag of a word is
-always the preceding layer's, and 16 bits suffice.
+A tagged word holds a bfloat16 in its upper half and the layer's tag in the lower half. A tagged number is a 64-bit word with a
+float32 and the tag. A reader polls the words themselves. A word is stored by one instruction, so value and tag need no fence. Every
+word is written in every layer. So the former tag of a word is always the preceding layer's, and 16 bits suffice.
 
 A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
 more than once. So a launch always ends, whatever went wrong. The launch's results are then invalid.
@@ -19,8 +19,8 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import acquire_int, release_add
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier, pack, permute_bytes, widened
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import FAILED
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.tile_device import GIVEN_UP, LayerCall, storage_of
+from tokenspeed_kernel_nvidia.sm90.layers.config import FAILED
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import GIVEN_UP, LayerCall, storage_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.kernel_device import Stream
 from tokenspeed_kernel_nvidia.sm90.moe.stream.mma_device import CONSUMING
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
@@ -40,6 +40,22 @@ def store_tagged(address: Any, value: Any, tag: Any) -> None:
     cute.arch.inline_ptx(
         "{ .reg .b32 a; lop3.b32 a, {$r1}, 0xFFFF0000, {$r2}, 0xEA; st.relaxed.gpu.global.b32 [{$r0}], a; }",
         read_only_args=[address, value, tag],
+    )
+
+
+def load_number(address: Any) -> Any:
+    """Loads four tagged numbers' halves: two float32 and their tags, of two consecutive 64-bit words."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b64 a, b; ld.relaxed.gpu.global.v2.b64 {a, b}, [{$r0}]; mov.b64 {{$w0}, {$w1}}, a; mov.b64 {{$w2}, {$w3}}, b; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_number(address: Any, value: Float32, tag: Any) -> None:
+    """Stores a float32 and a tag as one 64-bit word."""
+    cute.arch.inline_ptx(
+        "{ .reg .b64 a; mov.b64 a, {{$r1}, {$r2}}; st.relaxed.gpu.global.b64 [{$r0}], a; }", read_only_args=[address, value, tag]
     )
 
 
@@ -114,15 +130,18 @@ class Exchange(Stream):
             self.tell_all(call, index)
 
     @cute.jit
-    def await_all(self, call: LayerCall, warp: Int32, index: cutlass.Constexpr[int], value: Int32):
+    def await_all(
+        self, call: LayerCall, warp: Int32, index: cutlass.Constexpr[int], value: Int32, behind: cutlass.Constexpr[int] = 0
+    ):
         """Waits for other CTAs' words, before loads of these words. With the exchange "counter", waits until the counter equals
-        ``value``. With "words", does nothing, because the loads themselves poll the words."""
+        ``value``. With "words", does nothing, because the loads themselves poll the words. ``behind``: how many layers earlier the
+        words were stored."""
         if const_expr(self.config.exchange == "counter"):
-            self.meet(call, warp, call.counter(index), value)
+            self.meet(call, warp, call.counter_of(opt_barrier(call.index) - behind, index), value)
 
     @cute.jit
-    def load_words_of_all(self, call: LayerCall, addresses: list, words: cute.Tensor):
-        """Loads four words at each address, again and again until all have the layer's tag."""
+    def load_words_of_all(self, call: LayerCall, addresses: list, words: cute.Tensor, tag: Int32):
+        """Loads four words at each address, again and again until all have the tag."""
         left = self.polls_of(call)
         missing = Int32(1)
         while (missing != 0) & (left > 0):
@@ -131,7 +150,7 @@ class Exchange(Stream):
                 four = load_tagged(addresses[each])
                 for number in cutlass.range_constexpr(4):
                     words[4 * each + number] = four[number]
-                    missing |= (Int32(four[number]) ^ call.tag) & 0xFFFF
+                    missing |= (Int32(four[number]) ^ tag) & 0xFFFF
             left -= 1
         if missing != 0:
             self.give_up(call)

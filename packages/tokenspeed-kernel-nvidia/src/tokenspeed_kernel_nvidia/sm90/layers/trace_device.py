@@ -12,28 +12,38 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import (
+from tokenspeed_kernel_nvidia.sm90.layers.config import (
+    ATTENDED,
     CHAIN,
     EVENTS,
     HEAD_WORDS,
     LAYER_COUNTERS,
+    LOGITS,
+    PARTIALS,
     PRODUCED,
+    QKV,
     TOTALS,
+    WIDTH_PITCH,
     Config,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.kernel_device import Persistent
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.tile_device import LayerCall
+from tokenspeed_kernel_nvidia.sm90.layers.kernel_device import Persistent
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import QKV_WEIGHT, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import FINISH_WARP, LOAD_WARP
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W2, kind_of
 
 _COUNT = len(EVENTS)
-_GATE, _ATTENDED, _FULL, _PROJECTED, _TOTALS_STORED, _TOTALS_SEEN, _MET, _NORMED = range(8)
-_LOGITS_STORED, _LOGITS_SEEN, _CHOSEN, _LISTED = range(8, 12)
-_BEGUN, _SPLIT, _SLAB, _MULTIPLIED = range(12, 16)  # for w13; the events for w2 are four indices later
-_DONE, _WRITTEN = range(20, 22)
-_PROJECTION_BEGUN, _PROJECTION_ISSUED, _KNOWN, _ISSUED = range(CHAIN, CHAIN + 4)  # _ISSUED is for w13; the next index is for w2
+_INPUT_SEEN, _INPUT_NORMED, _QKV_FULL, _QKV_MULTIPLIED, _QKV_STORED = range(5)
+_QUERIES_SEEN, _VALUES_MULTIPLIED, _PARTIALS_STORED, _ATTENDED_STORED, _ATTENDED_SEEN = range(5, 10)
+_FULL, _PROJECTED, _TOTALS_STORED, _TOTALS_SEEN, _MET, _NORMED = range(10, 16)
+_LOGITS_STORED, _LOGITS_SEEN, _CHOSEN, _LISTED = range(16, 20)
+_BEGUN, _SPLIT, _SLAB, _MULTIPLIED = range(20, 24)  # for w13; the events for w2 are four indices later
+_DONE, _WRITTEN = range(28, 30)
+# _ISSUED is for w13; the next index is for w2.
+_QKV_BEGUN, _QKV_ISSUED, _PROJECTION_ISSUED, _KNOWN, _ISSUED = range(CHAIN, CHAIN + 5)
+# The events of a thread's own words, for the counters with which words are published.
+_STORED = {QKV: _QKV_STORED, PARTIALS: _PARTIALS_STORED, ATTENDED: _ATTENDED_STORED, TOTALS: _TOTALS_STORED, LOGITS: _LOGITS_STORED}
 _FINISHED = CHAIN + PRODUCED  # for w13; the next index is for w2
 _MMA, _LOAD, _FINISH = 0, 32 * LOAD_WARP, 32 * FINISH_WARP  # threads that store events
 
@@ -115,7 +125,7 @@ class Traced(Persistent):
         """Returns the address of an event in global memory, behind the layers' counters."""
         cta, _, _ = cute.arch.block_idx()
         layers = call.given.layers
-        events = call.given.head + 4 * (HEAD_WORDS + layers * LAYER_COUNTERS)
+        events = call.given.head + 4 * (HEAD_WORDS + (layers + 1) * LAYER_COUNTERS)
         return events + Int64((cta * (layers + 1) + layer) * _COUNT + event) * 8
 
     # -- roles -------------------------------------------------------------------------------------------------------------------
@@ -143,10 +153,13 @@ class Traced(Persistent):
     # -- the producer warp and the epilogue warps ----------------------------------------------------------------------------------
 
     @cute.jit
-    def load_projection(self, call: LayerCall, at: Any):
-        self.mark(call, _PROJECTION_BEGUN, _LOAD)
-        at = Persistent.load_projection(self, call, at)
-        self.mark(call, _PROJECTION_ISSUED, _LOAD)
+    def load_tiles(
+        self, call: LayerCall, at: Any, column: cutlass.Constexpr[int], first_row: Int32, row_count: Int32, row_bytes: Int32
+    ):
+        if const_expr(column == QKV_WEIGHT):
+            self.mark(call, _QKV_BEGUN, _LOAD)
+        at = Persistent.load_tiles(self, call, at, column, first_row, row_count, row_bytes)
+        self.mark(call, _QKV_ISSUED if const_expr(column == QKV_WEIGHT) else _PROJECTION_ISSUED, _LOAD)
         return at
 
     @cute.jit
@@ -178,34 +191,58 @@ class Traced(Persistent):
     # -- the MMA warps -----------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load_attended(self, call: LayerCall, warp: Int32):
-        Persistent.load_attended(self, call, warp)
-        self.mark(call, _GATE)
+    def load_rows(
+        self, call: LayerCall, warp: Int32, source: Int64, tag: Int32, to: Int32, pitch: cutlass.Constexpr[int]
+    ):
+        Persistent.load_rows(self, call, warp, source, tag, to, pitch)
+        self.mark(call, _INPUT_SEEN if const_expr(pitch == WIDTH_PITCH) else _TOTALS_SEEN)
 
     @cute.jit
-    def multiply_tiles(self, call: LayerCall, warp: Int32, at: Any):
-        self.mark(call, _ATTENDED)
+    def normalise_input(self, call: LayerCall, norm: list, column: Int32, live: Any):
+        Persistent.normalise_input(self, call, norm, column, live)
+        self.mark(call, _INPUT_NORMED)
+
+    @cute.jit
+    def multiply_tiles(
+        self, call: LayerCall, warp: Int32, at: Any, row_count: Int32, row_bytes: Int32, of_qkv: cutlass.Constexpr[bool]
+    ):
         call.pipe.wait(at)
-        self.mark(call, _FULL)
-        at = Persistent.multiply_tiles(self, call, warp, at)
-        self.mark(call, _PROJECTED)
+        self.mark(call, _QKV_FULL if const_expr(of_qkv) else _FULL)
+        at = Persistent.multiply_tiles(self, call, warp, at, row_count, row_bytes, of_qkv)
+        self.mark(call, _QKV_MULTIPLIED if const_expr(of_qkv) else _PROJECTED)
         return at
 
     @cute.jit
     def publish(self, call: LayerCall, index: cutlass.Constexpr[int]):
         Persistent.publish(self, call, index)
-        self.mark(call, _TOTALS_STORED if const_expr(index == TOTALS) else _LOGITS_STORED)
+        if const_expr(index in _STORED):
+            self.mark(call, _STORED[index])
 
     @cute.jit
-    def load_words_of_all(self, call: LayerCall, addresses: list, words: cute.Tensor):
-        Persistent.load_words_of_all(self, call, addresses, words)
-        self.mark(call, _TOTALS_SEEN if const_expr(len(addresses) > 1) else _LOGITS_SEEN)
+    def load_queries(self, call: LayerCall, token: Int32, head: Int32, length: Int32, stores: Any):
+        Persistent.load_queries(self, call, token, head, length, stores)
+        self.mark(call, _QUERIES_SEEN)
+
+    @cute.jit
+    def store_warp(self, call: LayerCall, warp: Int32, lane: Int32, sums: cute.Tensor, largest: Float32, total: Float32):
+        Persistent.store_warp(self, call, warp, lane, sums, largest, total)
+        self.mark(call, _VALUES_MULTIPLIED)
+
+    @cute.jit
+    def load_attended(self, call: LayerCall, warp: Int32):
+        Persistent.load_attended(self, call, warp)
+        self.mark(call, _ATTENDED_SEEN)
 
     @cute.jit
     def normalise(self, call: LayerCall, warp: Int32, norm: list):
         self.mark(call, _MET)
         Persistent.normalise(self, call, warp, norm)
         self.mark(call, _NORMED)
+
+    @cute.jit
+    def load_logits(self, call: LayerCall, token: Int32, words: cute.Tensor):
+        Persistent.load_logits(self, call, token, words)
+        self.mark(call, _LOGITS_SEEN)
 
     @cute.jit
     def select_experts(self, call: LayerCall, token: Int32):

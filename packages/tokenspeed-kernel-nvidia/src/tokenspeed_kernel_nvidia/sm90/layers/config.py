@@ -12,12 +12,17 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import Config as StreamConf
 BLOCKS = 45  # k blocks of both expert GEMMs: at most 2880 features
 HIDDEN = BLOCKS * BLOCK
 WIDTH = 4096  # maximum number of features of the attention's output
+HEAD_DIM = 64
+GROUP_HEADS = 8  # maximum number of query heads of a key head: half of the MMA's m
+SPLITS = 16  # maximum number of CTAs that share the keys of a token and a key head
+KEYS = 16  # keys of an attention tile, which one warp computes: the MMA's k. Pages hold a multiple of this number.
 TOKENS = (1, 2, 4, 8)  # numbers of tokens for which kernels are compiled
 EXPERTS = 128  # maximum number of experts: four logits for each lane of a warp
 PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
-TILE = 8  # rows of the projection's weights in a ring stage: the MMA's n
-TILES = 3  # maximum number of the projection's tiles per CTA: 2880 rows on 132 SMs are 22 rows per CTA, three tiles of 8
-PART_BYTES = 1024  # bytes of a row of the projection's weights in a ring stage: 256 for each warp of a warpgroup
+TILE = 8  # rows of dense weights in a ring stage: the MMA's n
+TILES = 5  # maximum number of tiles per CTA: 5120 rows of qkv on 132 SMs are 39 rows per CTA, five tiles of 8
+PART_BYTES = 1024  # bytes of a row of dense weights in a ring stage: 256 for each warp of a warpgroup
+UNIT_BYTES = 64  # bytes of a row that a quad of lanes loads at once; rows have a multiple of this number of bytes
 # Row pitches of stages and activations are an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
 PART_PITCH = PART_BYTES + 64
 WIDTH_PITCH = 2 * WIDTH + 64
@@ -25,7 +30,8 @@ ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 feat
 OTHER_BYTES = 4 * 1024  # barriers, lists and other small arrays
 # Indices of a layer's counters. This kernel also uses counters of `stream`: DONE, at index 1, and READY, from index COUNTERS on.
 OUT, LOGITS, TOTALS = 0, 2, 3
-LAYER_COUNTERS = COUNTERS + PAIRS
+QKV, PARTIALS, ATTENDED = range(COUNTERS + PAIRS, COUNTERS + PAIRS + 3)
+LAYER_COUNTERS = COUNTERS + PAIRS + 3
 # Indices of words before the layers' counters: the number of CTAs that have finished, the tag of the last launch's last layer, and
 # the error flag.
 LEFT, TAG, FAILED = 0, 1, 2
@@ -34,19 +40,27 @@ HEAD_WORDS = 32
 # "counter": a counter of CTAs in global memory. The words save a fence, an atomic and a load.
 Exchange = Literal["words", "counter"]
 EXCHANGES: tuple[Exchange, ...] = ("words", "counter")
-# Events of a trace, in the order in which a layer has them: 22 of an MMA thread, five of the producer, two of an epilogue thread.
+# Bytes of shared memory in which attention has the query heads of a token, the new key and value, and the warps' partial results.
+Q_PITCH = 2 * HEAD_DIM + 16
+WARP_BYTES = 4 * GROUP_HEADS * (HEAD_DIM + 2)  # of a warp: sums of values, then each head's maximum and sum
+ATTEND_BYTES = GROUP_HEADS * Q_PITCH + 4 * HEAD_DIM + MMA_WARPS * WARP_BYTES
+# 64-bit words of a partial result of a head and a split: sums of values, maximum, sum. Each has a float32 and the layer's tag.
+PARTIAL_WORDS = HEAD_DIM + 2
+# Events of a trace, in the order in which a layer has them: 30 of an MMA thread, six of the producer, two of an epilogue thread.
 # Events with "first" belong to the CTA's first entry, the others to the CTA's last entry. Events that a CTA does not have are 0.
 EVENTS = (
-    "outputs of all CTAs seen", "attention's output loaded", "projection: first stage full", "projection: MMAs done",
+    "outputs of all CTAs seen", "input normalised", "qkv: first stage full", "qkv: MMAs done", "qkv: own words stored",
+    "attention: queries seen", "attention: values multiplied", "attention: partial results stored",
+    "attention: own words stored", "attention's output seen", "projection: first stage full", "projection: MMAs done",
     "totals: own words stored", "totals: words seen by a thread", "totals: words seen by all warps", "norm and router done",
     "logits: own words stored", "logits: all words seen", "top-k done", "lists of pairs made",
     "w13: message read (first)", "w13: rows split (first)", "w13: slab full (first)", "w13: MMAs done",
     "w2: activations seen (first)", "w2: rows split (first)", "w2: slab full (first)", "w2: MMAs done",
     "w2 of all CTAs seen", "output written",
-    "producer: begins the projection", "producer: projection issued", "producer: knows the pairs", "producer: w13 issued",
-    "producer: w2 issued", "epilogue: w13 stored", "epilogue: w2 stored",
+    "producer: begins qkv", "producer: qkv issued", "producer: projection issued", "producer: knows the pairs",
+    "producer: w13 issued", "producer: w2 issued", "epilogue: w13 stored", "epilogue: w2 stored",
 )  # fmt: skip
-CHAIN, PRODUCED = 22, 5
+CHAIN, PRODUCED = 30, 6
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,7 @@ class Config(StreamConfig):
         most_stages: the maximum number of stages of the ring buffer.
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
         trace: whether the kernel stores the times of `EVENTS`.
+        tiles_of_cta: the maximum number of tiles of dense weights per CTA.
     """
 
     tokens: int = 1
@@ -66,6 +81,7 @@ class Config(StreamConfig):
     most_stages: int = STAGES
     cooperative: bool = False
     trace: bool = False
+    tiles_of_cta: int = TILES
 
     @property
     def normed_pitch(self) -> int:
@@ -74,14 +90,19 @@ class Config(StreamConfig):
 
     @property
     def rows_room(self) -> int:
-        """Bytes of the memory that first holds the attention's output, then the normalised tokens and the rows of an entry (pairs
-        of one expert that are computed together)."""
-        return max(self.tokens * WIDTH_PITCH, self.rows_bytes + self.tokens * self.normed_pitch)
+        """Bytes of the memory that holds, one after the other: the normalised input, what attention needs, the attention's output,
+        and the normalised tokens with the rows of an entry (pairs of one expert that are computed together)."""
+        return max(self.tokens * WIDTH_PITCH, ATTEND_BYTES, self.rows_bytes + self.tokens * self.normed_pitch)
 
     @property
     def partials_bytes(self) -> int:
-        """Bytes of the partial sums of the projection."""
-        return 4 * MMA_WARPS * self.tokens * TILES * TILE
+        """Bytes of the warps' partial sums of a GEMM with dense weights."""
+        return 4 * MMA_WARPS * self.tokens * self.rows_of_cta
+
+    @property
+    def rows_of_cta(self) -> int:
+        """The maximum number of rows of dense weights per CTA."""
+        return self.tiles_of_cta * TILE
 
     @property
     def group(self) -> int:
@@ -105,13 +126,21 @@ class Config(StreamConfig):
 
 
 def config_of(
-    tokens: int, *, slab: int = 4, exchange: Exchange = "words", cooperative: bool = False, most: int = STAGES, trace: bool = False
+    tokens: int,
+    *,
+    slab: int = 4,
+    exchange: Exchange = "words",
+    cooperative: bool = False,
+    most: int = STAGES,
+    trace: bool = False,
+    tiles: int = TILES,
 ) -> Config:
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
     room = next(room for room in TOKENS if room >= tokens)
     return Config(
-        "bfloat16", BLOCKS, 8, slab, tokens=room, exchange=exchange, most_stages=most, cooperative=cooperative, trace=trace
-    )
+        "bfloat16", BLOCKS, 8, slab, tokens=room, exchange=exchange, most_stages=most, cooperative=cooperative, trace=trace,
+        tiles_of_cta=tiles,
+    )  # fmt: skip
 
 
 def every_config() -> list[Config]:

@@ -5,19 +5,72 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import EVENTS, LAYER_COUNTERS, PAIRS, ROUTER_BYTES
+from tokenspeed_kernel_nvidia.sm90.layers.config import EVENTS, HEAD_DIM, LAYER_COUNTERS, PAIRS, ROUTER_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, Call, Layer
 
-# Columns of the table of layers. Each column has an address: of weights, of biases, or of the attention's output.
-PROJECTION, PROJECTION_BIAS, NORM, ROUTER, ROUTER_BIAS, TABLE_W13, TABLE_W2, ATTENDED = range(8)
-COLUMNS = 8
-FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP = range(4)  # indices of `LayerCall.kept`
+# Columns of the table of layers. Each column has an address, but WINDOW has the number of keys that a token sees, with its own.
+(
+    INPUT_NORM, QKV_WEIGHT, QKV_BIAS, SINKS, K_CACHE, V_CACHE, WINDOW, PROJECTION, PROJECTION_BIAS, NORM, ROUTER, ROUTER_BIAS,
+    TABLE_W13, TABLE_W2,
+) = range(14)  # fmt: skip
+COLUMNS = 14
+# Indices of `LayerCall.kept`.
+FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP, QKV_FIRST_ROW, QKV_ROW_COUNT = range(6)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The arguments of attention that all layers share.
+
+    Attributes:
+        qkv: tagged words ``[tokens, rows of qkv]``: queries, keys and values before the rotary embedding.
+        partials: 64-bit words ``[tokens, query heads, splits, PARTIAL_WORDS]``, see `attend_device`.
+        attended: tagged words ``[tokens, width]``: the attention's output.
+        lengths: int32 ``[tokens]``: the keys of each token's sequence, with the token itself, which is the last.
+        pages, pages_pitch: int32 ``[tokens, pages]``, and its row pitch.
+        slots, slot_words: where each token's key and value are stored, int32 or int64; the pitch in 32-bit words. Negative: they
+            are not stored.
+        table, table_pitch: cosines and sines, float32 ``[positions, HEAD_DIM]``, and the row pitch.
+        page_pitch, token_pitch, head_pitch: pitches of the caches, in elements.
+        page_size: the number of keys of a page.
+        kv_heads, group: the number of key heads, and the number of query heads of each.
+        splits: the number of CTAs that share the keys of a token and a key head; a power of two.
+        scale: the softmax scale times log2(e).
+    """
+
+    qkv: Int64
+    partials: Int64
+    attended: Int64
+    lengths: Int64
+    pages: Int64
+    slots: Int64
+    table: Int64
+    page_pitch: Int64
+    token_pitch: Int64
+    head_pitch: Int64
+    pages_pitch: Int32
+    slot_words: Int32
+    table_pitch: Int32
+    page_size: Int32
+    kv_heads: Int32
+    group: Int32
+    splits: Int32
+    scale: Float32
+
+    @property
+    def heads(self) -> Int32:
+        """The number of query heads."""
+        return self.kv_heads * self.group
+
+    @property
+    def qkv_rows(self) -> Int32:
+        """The number of rows of the weights of queries, keys and values."""
+        return (self.kv_heads * self.group + 2 * self.kv_heads) * HEAD_DIM
 
 
 @dataclass(frozen=True)
@@ -26,23 +79,26 @@ class Given:
 
     Attributes:
         table: int64 ``[layers, COLUMNS]``.
-        residual: bfloat16 ``[tokens, hidden]``, added to the first layer's projection.
-        out: bfloat16 ``[layers, tokens, hidden]``. A layer's output is the next layer's residual.
+        residual: bfloat16 ``[tokens, hidden]``, the first layer's input.
+        out: bfloat16 ``[layers, tokens, hidden]``. A layer's output is the next layer's input.
         head: the counters in global memory, see `config.HEAD_WORDS`.
-        totals: tagged words ``[tokens, hidden]``: projection plus residual.
+        outputs: tagged words ``[tokens, hidden]``: the layer's input, which is the preceding layer's output.
+        totals: tagged words ``[tokens, hidden]``: projection plus input.
         logits: tagged words ``[tokens, experts]``.
         activated, slots: the results of the experts' first GEMM, and the weighted results of the second, as in `stream`.
         tokens, width, layers: the numbers of tokens, of the projection's input features, and of layers.
-        ahead: how many bytes of the next layer's projection each CTA prefetches into L2 while the experts are being chosen.
+        ahead: how many bytes of the next layer's weights of qkv each CTA prefetches into L2 while the experts are being chosen.
         polls: how often a warp polls before it gives up and sets the error flag.
         eps: added to the mean square.
         layer: the experts' sizes and options. The addresses of weights are 0.
+        attention: the arguments of attention.
     """
 
     table: Int64
     residual: Int64
     out: Int64
     head: Int64
+    outputs: Int64
     totals: Int64
     logits: Int64
     activated: Int64
@@ -54,6 +110,7 @@ class Given:
     polls: Int32
     eps: Float32
     layer: Layer
+    attention: Attention
 
 
 @dataclass(frozen=True)
@@ -66,13 +123,12 @@ class LayerCall(Call):
         given: the launch's arguments.
         index: the layer's index.
         tag: the tag of the layer's words, 16 bits.
-        attended_at, partials_at, router_at, squares_at: addresses in shared memory: the attention's output, the warps' partial
-            sums, this CTA's rows of the router, and the warps' sums of squares.
+        attended_at, partials_at, router_at, squares_at: addresses in shared memory: the operands of GEMMs with dense weights, the
+            warps' partial sums, this CTA's rows of the router, and the warps' sums of squares.
         chosen: the expert of each pair.
-        kept: this CTA's first row of the projection, the number of its rows, the number of experts whose logits it computes, and
-            whether one of its warps has given up.
-        attended_full, router_full, routed: barriers with one phase per layer: the attention's output, the router's rows, and the
-            lists of pairs are in shared memory.
+        kept: this CTA's first row of the projection, the number of its rows, the number of experts whose logits it computes,
+            whether one of its warps has given up, and the first row and the number of rows of qkv.
+        router_full, routed: barriers with one phase per layer: the router's rows, and the lists of pairs, are in shared memory.
     """
 
     given: Given
@@ -84,7 +140,6 @@ class LayerCall(Call):
     squares_at: Int32
     chosen: cute.Pointer
     kept: cute.Pointer
-    attended_full: cute.Pointer
     router_full: cute.Pointer
     routed: cute.Pointer
 
@@ -103,19 +158,28 @@ class LayerCall(Call):
         """The number of experts whose logits this CTA computes. Experts are assigned to CTAs round-robin."""
         return self.kept[EXPERT_COUNT]
 
+    @property
+    def qkv_first_row(self) -> Int32:
+        """This CTA's first row of qkv."""
+        return self.kept[QKV_FIRST_ROW]
+
+    @property
+    def qkv_row_count(self) -> Int32:
+        """The number of this CTA's rows of qkv."""
+        return self.kept[QKV_ROW_COUNT]
+
     def counter(self, index: Any) -> Int64:
         """Returns the address of a counter of this layer, computed from an opaque index, so that it occupies no register between
         uses."""
         return self.counter_of(opt_barrier(self.index), index)
 
     def counter_of(self, layer: Int32, index: Any) -> Int64:
-        """Returns the address of a counter of a layer."""
-        return self.counters + Int64(layer * LAYER_COUNTERS + index) * 4
+        """Returns the address of a counter of a layer. Layer -1 has counters, too: for the first layer's input."""
+        return self.counters + Int64((layer + 1) * LAYER_COUNTERS + index) * 4
 
     def output_of(self, layer: Int32) -> Int64:
-        """Returns the address of a layer's output; -1 stands for the first layer's residual."""
-        address = self.out + Int64(self.given.tokens) * self.layer.hidden * 2 * layer
-        return cutlass.select_(layer < 0, self.given.residual, address)
+        """Returns the address of a layer's output."""
+        return self.out + Int64(self.given.tokens) * self.layer.hidden * 2 * layer
 
     def address(self, column: int) -> Int64:
         """Returns the address in a column of this layer's row of the table of layers."""
@@ -142,7 +206,7 @@ def call_of_layer(call: LayerCall, index: Int32, tag: Int32) -> LayerCall:
         ring=opt_barrier(call.ring),
         rows=opt_barrier(call.rows),
         index=index,
-        tag=(tag + 1 + index) & 0xFFFF,
+        tag=(tag + 2 + index) & 0xFFFF,  # tag + 1 is the tag of the first layer's input
     )  # fmt: skip
 
 
@@ -155,13 +219,12 @@ def storage_of(config: Any) -> Any:
         empty: cute.struct.MemRange[Int64, config.stages]
         partial_full: cute.struct.MemRange[Int64, BUFFERS]
         partial_empty: cute.struct.MemRange[Int64, BUFFERS]
-        attended_full: cute.struct.MemRange[Int64, 1]
         router_full: cute.struct.MemRange[Int64, 1]
         routed: cute.struct.MemRange[Int64, 1]
         items: cute.struct.MemRange[Int32, config.stages]
         partial_items: cute.struct.MemRange[Int32, BUFFERS]
         sizes: cute.struct.MemRange[Int32, 2]
-        kept: cute.struct.MemRange[Int32, 4]
+        kept: cute.struct.MemRange[Int32, 6]
         maxima: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
         small: cute.struct.MemRange[Int32, config.pairs * MMA_WARPS // ROWS_AT_ONCE]
         factors: cute.struct.MemRange[Int32, config.pairs]

@@ -19,15 +19,14 @@ from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_wor
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import float_of, load_floats, pack, store_floats, widened
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.config import LOGITS, TOTALS
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.exchange_device import both_values, store_tagged, value_of, warp_sum
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.project_device import Project
-from tokenspeed_kernel_nvidia.sm90.moe.persistent.tile_device import NORM, ROUTER_BIAS, LayerCall
+from tokenspeed_kernel_nvidia.sm90.layers.config import LOGITS, TOTALS
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import store_tagged, warp_sum
+from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK
+from tokenspeed_kernel_nvidia.sm90.layers.project_device import Project
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import NORM, ROUTER_BIAS, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import words_at
 
-_CHUNK = 8  # elements of a token that a thread normalises
-_BFLOAT16 = 2  # `Vector.kind` of bfloat16
 _NONE = -(1 << 31)  # for lanes without an expert, and for experts already chosen: below the sort key of every logit
 
 
@@ -57,10 +56,10 @@ class Route(Project):
         """
         thread = self.thread()
         hidden = call.layer.hidden
-        norm = [*load_words("global", call.address(NORM) + cutlass.min(thread * _CHUNK, hidden - _CHUNK) * 2, 4)]
+        norm = [*load_words("global", call.address(NORM) + cutlass.min(thread * CHUNK, hidden - CHUNK) * 2, 4)]
         live = thread < call.tokens * call.expert_count
         _, expert = self.logit_of_thread(call, thread)
-        return norm, Vector(call.address(ROUTER_BIAS), Int32(_BFLOAT16)).load(expert, live)
+        return norm, Vector(call.address(ROUTER_BIAS), Int32(BFLOAT16)).load(expert, live)
 
     @cute.jit
     def logit_of_thread(self, call: LayerCall, thread: Int32):
@@ -78,13 +77,15 @@ class Route(Project):
         Args:
             norm, bias: this thread's part of the norm's weights, and the bias of its logit, from `load_route_operands`.
         """
-        self.load_totals(call, warp)
+        ctas, _, _ = cute.arch.grid_dim()
+        self.await_all(call, warp, TOTALS, ctas)
+        # The projection's operands are dead: all warps have met since they were read.
+        self.load_rows(call, warp, call.given.totals, call.tag, self.normed_at(call, Int32(0)), self.config.normed_pitch)
         self.synchronise()
         self.normalise(call, warp, norm)
         self.synchronise()
         self.store_logits(call, bias)
         self.publish(call, LOGITS)
-        ctas, _, _ = cute.arch.grid_dim()
         self.await_all(call, warp, LOGITS, ctas)
         if warp < call.tokens:
             self.select_experts(call, warp)
@@ -100,42 +101,6 @@ class Route(Project):
                 cute.arch.mbarrier_arrive(call.routed)
         cute.arch.mbarrier_wait(call.routed, call.index & 1)
 
-    @cute.jit
-    def load_totals(self, call: LayerCall, warp: Int32):
-        """Waits until all CTAs have stored their rows. Then loads all tokens into shared memory, and stores the warps' sums of
-        squares there."""
-        thread = self.thread()
-        hidden = call.layer.hidden
-        live = thread * _CHUNK < hidden
-        # Threads beyond the tokens' end load the last chunk, but do not store it.
-        column = cutlass.min(thread * _CHUNK, hidden - _CHUNK)
-        some = self.config.at_once
-        words = cute.make_rmem_tensor((some * _CHUNK,), Uint32)
-        ctas, _, _ = cute.arch.grid_dim()
-        self.await_all(call, warp, TOTALS, ctas)
-        for begin in cutlass.range(0, call.tokens, some, unroll=1):
-            addresses = []
-            for each in cutlass.range_constexpr(some):
-                token = cutlass.min(begin + each, call.tokens - 1)
-                at = call.given.totals + Int64(token * hidden + column) * 4
-                addresses += [at, at + 16]
-            self.load_words_of_all(call, addresses, words)
-            for each in cutlass.range_constexpr(some):
-                token = begin + each
-                square = Float32(0.0)
-                for number in cutlass.range_constexpr(_CHUNK):
-                    value = value_of(words[each * _CHUNK + number])
-                    square += value * value
-                square = warp_sum(cutlass.select_(live, square, Float32(0.0)))
-                if token < call.tokens:
-                    if cute.arch.lane_idx() == 0:
-                        store_floats("shared", call.squares_at + (token * MMA_WARPS + warp) * 4, [square])
-                    if live:
-                        both = [
-                            both_values(words[each * _CHUNK + 2 * pair], words[each * _CHUNK + 2 * pair + 1]) for pair in range(4)
-                        ]
-                        store_words_shared(self.normed_at(call, token) + column * 2, both)
-
     def normed_at(self, call: LayerCall, token: Int32) -> Int32:
         """Returns the shared-memory address of a normalised token."""
         return Int32(call.x) + token * self.config.normed_pitch
@@ -145,19 +110,15 @@ class Route(Project):
         """Normalises the tokens in shared memory, and stores the warps' partial sums of this CTA's logits."""
         thread = self.thread()
         hidden = call.layer.hidden
-        live = thread * _CHUNK < hidden
-        column = cutlass.min(thread * _CHUNK, hidden - _CHUNK)
+        live = thread * CHUNK < hidden
+        column = cutlass.min(thread * CHUNK, hidden - CHUNK)
         factors = []
         for word in norm:
             factors += [*widened(self.dtype, word)]
         experts = call.expert_count
         cute.arch.mbarrier_wait(call.router_full, call.index & 1)
         for token in cutlass.range(call.tokens, unroll=1):
-            square = Float32(0.0)
-            for each in cutlass.range_constexpr(MMA_WARPS // 4):
-                for part in load_floats("shared", call.squares_at + (token * MMA_WARPS + 4 * each) * 4, 4):
-                    square += part
-            scale = cute.math.rsqrt(square / Float32(hidden) + call.given.eps)
+            scale = self.scale_of(call, token)
             at = self.normed_at(call, token) + column * 2
             words, values = [], []
             for pair, word in enumerate(load_words("shared", at, 4)):
@@ -187,8 +148,15 @@ class Route(Project):
             for each in cutlass.range_constexpr(MMA_WARPS // 4):
                 for part in load_floats("shared", call.partials_at + (thread * MMA_WARPS + 4 * each) * 4, 4):
                     total += part
-            word = self.rounded(total + Vector(Int64(0), Int32(_BFLOAT16)).number(bias))
+            word = self.rounded(total + Vector(Int64(0), Int32(BFLOAT16)).number(bias))
             store_tagged(call.given.logits + Int64(token * call.layer.experts + expert) * 4, word, call.tag)
+
+    @cute.jit
+    def load_logits(self, call: LayerCall, token: Int32, words: cute.Tensor):
+        """Waits for a lane's four logits of a token, and loads their words."""
+        experts = call.layer.experts
+        first = cutlass.min(cute.arch.lane_idx() * 4, experts - 4)
+        self.load_words_of_all(call, [call.given.logits + Int64(token * experts + first) * 4], words, call.tag)
 
     @cute.jit
     def select_experts(self, call: LayerCall, token: Int32):
@@ -200,7 +168,7 @@ class Route(Project):
         experts, top_k = call.layer.experts, call.layer.top_k
         first = cutlass.min(lane * 4, experts - 4)
         words = cute.make_rmem_tensor((4,), Uint32)
-        self.load_words_of_all(call, [call.given.logits + Int64(token * experts + first) * 4], words)
+        self.load_logits(call, token, words)
         keys = cute.make_rmem_tensor((4,), Int32)
         for each in cutlass.range_constexpr(4):
             keys[each] = cutlass.select_(lane * 4 < experts, key_of(words[each], first + each), Int32(_NONE))

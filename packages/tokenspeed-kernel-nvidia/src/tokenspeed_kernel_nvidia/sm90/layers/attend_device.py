@@ -1,0 +1,382 @@
+"""Attention of one token per sequence over the paged cache, in the persistent kernel.
+
+The keys of a token and a key head are divided among ``splits`` CTAs. Each of a CTA's warps computes every twelfth tile of 16 keys,
+with an online softmax. Scores are ``queries @ keys``: the query heads of the key head are the MMA's rows, and keys its columns. So
+the scores of a lane are the operand of the second MMA, whose columns are elements of values. Tiles are aligned to 16 keys, so a
+tile lies in one page. Keys and values go directly from global memory into registers. The first tile's loads begin before the
+queries are known.
+
+The CTA adds its warps' results, and stores a partial result for each head as tagged numbers: sums of values, the maximum of the
+scores, and the sum of the exponentials. Each of the ``splits`` CTAs then combines a part of the head's elements, with the sink.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
+    load_floats,
+    load_int,
+    mma_m16n8k16,
+    pack,
+    permute_bytes,
+    quad_max,
+    quad_sum,
+    store_floats,
+    store_words,
+)
+from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import load_words_if
+from tokenspeed_kernel_nvidia.sm90.layers.config import (
+    ATTENDED,
+    GROUP_HEADS,
+    HEAD_DIM,
+    KEYS,
+    PARTIAL_WORDS,
+    PARTIALS,
+    Q_PITCH,
+    SPLITS,
+    WARP_BYTES,
+)
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, load_number, store_number, store_tagged, value_of
+from tokenspeed_kernel_nvidia.sm90.layers.qkv_device import Qkv
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import K_CACHE, SINKS, V_CACHE, WINDOW, LayerCall
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
+
+_HALF = HEAD_DIM // 2  # elements d and d + 32 of a head are rotated together
+_NONE = -1e38  # the maximum of a head's scores if there are none
+_K_AT = GROUP_HEADS * Q_PITCH  # offsets in the memory of attention: the new key, the new value, and the warps' results
+_V_AT = _K_AT + 2 * HEAD_DIM
+_WARPS_AT = _V_AT + 2 * HEAD_DIM
+_MAXIMA = 4 * GROUP_HEADS * HEAD_DIM  # offset in a warp's results: the heads' maxima, then their sums
+_COMBINERS = 4  # warps that combine the splits' results
+
+
+def store_two_words(address: Any, first: Any, second: Any) -> None:
+    """Stores two consecutive words to shared memory."""
+    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
+
+
+class Attend(Qkv):
+    """The part of the kernel that computes attention. All MMA warps call these methods."""
+
+    @cute.jit
+    def attend(self, call: LayerCall, warp: Int32):
+        """Computes this CTA's share of attention. A CTA has at most one split of one token and key head."""
+        attention = call.given.attention
+        item, _, _ = cute.arch.block_idx()
+        items = call.tokens * attention.kv_heads * attention.splits
+        if item < items:
+            split = item % attention.splits
+            head = item // attention.splits % attention.kv_heads
+            token = item // (attention.splits * attention.kv_heads)
+            length = load_int(attention.lengths + Int64(token) * 4, False)
+            first = cutlass.max(length - Int32(call.address(WINDOW)), 0)
+            base = first - first % KEYS
+            tiles = (length - base + KEYS - 1) // KEYS
+            share = (tiles + attention.splits - 1) // attention.splits * KEYS
+            begin = base + split * share
+            end = cutlass.min(begin + share, length)
+            self.attend_to_keys(call, warp, token, head, split, length, first, begin, end)
+            self.await_all(call, warp, PARTIALS, items)
+            if warp < _COMBINERS:
+                self.combine_splits(call, warp, token, head, split)
+            self.publish(call, ATTENDED)
+
+    @cute.jit
+    def attend_to_keys(
+        self, call: LayerCall, warp: Int32, token: Int32, head: Int32, split: Int32, length: Int32, first: Int32, begin: Int32,
+        end: Int32,
+    ):  # fmt: skip
+        """Stores the partial result of a split: of the keys from ``begin`` to ``end`` that are not before ``first``."""
+        attention = call.given.attention
+        lane = self.thread() % 32
+        k = cute.make_rmem_tensor((16,), Uint32)
+        v = cute.make_rmem_tensor((16,), Uint32)
+        k.fill(0)
+        v.fill(0)
+        tile = begin + warp * KEYS
+        if tile < end:
+            page_at = self.page_of(call, token, tile)
+            self.load_keys(call, k, page_at, head, tile, first, length - 1, lane)
+            self.load_values(call, v, page_at, head, tile, first, length - 1, lane)
+        # Only the CTA whose keys include the new one stores it.
+        self.load_queries(call, token, head, length, (begin < length) & (end == length))
+        self.synchronise()
+        q = cute.make_rmem_tensor((8,), Uint32)
+        for half in cutlass.range_constexpr(2):
+            words = load_words("shared", call.rows + lane // 4 * Q_PITCH + lane % 4 * 16 + half * 64, 4)
+            for each in cutlass.range_constexpr(4):
+                q[4 * half + each] = words[each]
+        sums = cute.make_rmem_tensor((16,), Float32)  # of a head: elements 16 (lane % 4) to 16 (lane % 4) + 15
+        sums.fill(0.0)
+        largest, total = Float32(_NONE), Float32(0.0)
+        while tile < end:
+            self.patch_keys(call, k, tile, length - 1, lane)
+            self.patch_values(call, v, tile, length - 1, lane)
+            scores = self.scores_of(k, q)
+            further = tile + MMA_WARPS * KEYS
+            page_at = Int64(0)
+            if further < end:
+                page_at = self.page_of(call, token, further)
+                self.load_keys(call, k, page_at, head, further, first, length - 1, lane)
+            peak = largest
+            for each in cutlass.range_constexpr(4):
+                key = tile + each // 2 * 8 + lane % 4 * 2 + each % 2
+                seen = (key >= first) & (key < length)
+                scores[each] = cutlass.select_(seen, scores[each] * attention.scale, Float32(_NONE))
+                peak = cute.arch.fmax(peak, scores[each])
+            peak = quad_max(peak)
+            factor = exp2(largest - peak)
+            weights = []
+            for each in cutlass.range_constexpr(4):
+                # A score of _NONE has no weight, even if the peak is _NONE.
+                weight = exp2(scores[each] - peak)
+                weights.append(cutlass.select_(scores[each] > _NONE, weight, Float32(0.0)))
+            total = total * factor + ((weights[0] + weights[1]) + (weights[2] + weights[3]))
+            largest = peak
+            self.add_values(sums, factor, weights, v)
+            if further < end:
+                self.load_values(call, v, page_at, head, further, first, length - 1, lane)
+            tile = further
+        self.store_warp(call, warp, lane, sums, largest, quad_sum(total))
+        self.synchronise()
+        self.store_partial(call, token, head, split, cutlass.max(end - begin + KEYS - 1, 0) // KEYS)
+        # The attention's output will overwrite what the warps have stored.
+        self.synchronise()
+
+    # -- the cache ---------------------------------------------------------------------------------------------------------------
+
+    def page_of(self, call: LayerCall, token: Int32, key: Int32) -> Int64:
+        """Returns the offset of a key in the caches, in elements, for the first head."""
+        attention = call.given.attention
+        index = key // attention.page_size
+        page = load_int(attention.pages + Int64(token * attention.pages_pitch + index) * 4, False)
+        return Int64(page) * attention.page_pitch + Int64(key - index * attention.page_size) * attention.token_pitch
+
+    @cute.jit
+    def load_keys(
+        self, call: LayerCall, k: cute.Tensor, page_at: Int64, head: Int32, tile: Int32, first: Int32, newest: Int32, lane: Int32
+    ):
+        """Loads a tile of keys: of keys g and g + 8, 16 bytes of each half of the head, for lane 4 g + t. Keys before ``first`` are
+        zeros, and so are keys from the newest on."""
+        attention = call.given.attention
+        base = call.address(K_CACHE) + (page_at + Int64(head) * attention.head_pitch) * 2 + lane % 4 * 16
+        for each in cutlass.range_constexpr(4):
+            row = each // 2 * 8 + lane // 4
+            cached = (tile + row >= first) & (tile + row < newest)
+            words = load_words_if(base + Int64(row) * attention.token_pitch * 2 + each % 2 * 64, cached)
+            for number in cutlass.range_constexpr(4):
+                k[4 * each + number] = words[number]
+
+    @cute.jit
+    def load_values(
+        self, call: LayerCall, v: cute.Tensor, page_at: Int64, head: Int32, tile: Int32, first: Int32, newest: Int32, lane: Int32
+    ):
+        """Loads a tile of values: elements 8 g to 8 g + 7 of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, for lane 4 g + t."""
+        attention = call.given.attention
+        base = call.address(V_CACHE) + (page_at + Int64(head) * attention.head_pitch) * 2 + lane // 4 * 16
+        for each in cutlass.range_constexpr(4):
+            row = each // 2 * 8 + lane % 4 * 2 + each % 2
+            cached = (tile + row >= first) & (tile + row < newest)
+            words = load_words_if(base + Int64(row) * attention.token_pitch * 2, cached)
+            for number in cutlass.range_constexpr(4):
+                v[4 * each + number] = words[number]
+
+    @cute.jit
+    def patch_keys(self, call: LayerCall, k: cute.Tensor, tile: Int32, newest: Int32, lane: Int32):
+        """Loads the newest key from shared memory, if it is in the tile."""
+        for row in cutlass.range_constexpr(2):
+            if tile + row * 8 + lane // 4 == newest:
+                for half in cutlass.range_constexpr(2):
+                    words = load_words("shared", call.rows + _K_AT + lane % 4 * 16 + half * 64, 4)
+                    for number in cutlass.range_constexpr(4):
+                        k[8 * row + 4 * half + number] = words[number]
+
+    @cute.jit
+    def patch_values(self, call: LayerCall, v: cute.Tensor, tile: Int32, newest: Int32, lane: Int32):
+        """Loads the newest value from shared memory, if it is in the tile."""
+        for each in cutlass.range_constexpr(4):
+            if tile + each // 2 * 8 + lane % 4 * 2 + each % 2 == newest:
+                words = load_words("shared", call.rows + _V_AT + lane // 4 * 16, 4)
+                for number in cutlass.range_constexpr(4):
+                    v[4 * each + number] = words[number]
+
+    # -- queries, and the new key and value --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_queries(self, call: LayerCall, token: Int32, head: Int32, length: Int32, stores: Any):
+        """Waits for the queries, the key and the value of a token and a key head. Rotates queries and key, and stores all in shared
+        memory. If ``stores``, also stores key and value in the cache.
+
+        Eight threads have a query head or the key: each thread has elements d to d + 3, and d + 32 to d + 35. Eight threads have
+        the value: each thread has eight consecutive elements.
+        """
+        attention = call.given.attention
+        thread = self.thread()
+        row, place = thread // 8, thread % 8
+        is_key, is_value = row == GROUP_HEADS, row == GROUP_HEADS + 1
+        if row < GROUP_HEADS + 2:
+            of_query = head * attention.group + cutlass.min(row, attention.group - 1)
+            source = cutlass.select_(is_key, attention.heads + head, of_query)
+            source = cutlass.select_(is_value, attention.heads + attention.kv_heads + head, source)
+            column = cutlass.select_(is_value, place * 8, place * 4)
+            gap = cutlass.select_(is_value, Int32(4), Int32(_HALF))
+            angles = attention.table + Int64((length - 1) * attention.table_pitch + place * 4) * 4
+            cos = [*load_floats("global", angles, 4)]
+            sin = [*load_floats("global", angles + 4 * _HALF, 4)]
+            words = cute.make_rmem_tensor((8,), Uint32)
+            at = attention.qkv + Int64(token * attention.qkv_rows + source * HEAD_DIM + column) * 4
+            self.load_words_of_all(call, [at, at + Int64(gap) * 4], words, call.tag)
+            packed = cute.make_rmem_tensor((4,), Uint32)
+            for pair in cutlass.range_constexpr(4):
+                packed[pair] = both_values(words[2 * pair], words[2 * pair + 1])
+            if row <= GROUP_HEADS:
+                x, y = [value_of(words[each]) for each in range(4)], [value_of(words[4 + each]) for each in range(4)]
+                low = [x[each] * cos[each] - y[each] * sin[each] for each in range(4)]
+                high = [y[each] * cos[each] + x[each] * sin[each] for each in range(4)]
+                for pair in cutlass.range_constexpr(2):
+                    packed[pair] = pack(self.dtype, low[2 * pair], low[2 * pair + 1])
+                    packed[2 + pair] = pack(self.dtype, high[2 * pair], high[2 * pair + 1])
+            if (row < GROUP_HEADS) & (row >= attention.group):
+                packed.fill(0)
+            to = call.rows + cutlass.select_(is_value, Int32(_V_AT), row * Q_PITCH) + column * 2
+            store_two_words(to, packed[0], packed[1])
+            store_two_words(to + gap * 2, packed[2], packed[3])
+            slot = load_int(attention.slots + Int64(token * attention.slot_words) * 4, False)
+            if stores & (row >= GROUP_HEADS) & (slot >= 0):
+                page = slot // attention.page_size
+                offset = Int64(page) * attention.page_pitch + Int64(slot - page * attention.page_size) * attention.token_pitch
+                cache = cutlass.select_(is_value, call.address(V_CACHE), call.address(K_CACHE))
+                cached_at = cache + (offset + Int64(head) * attention.head_pitch + column) * 2
+                store_words(cached_at, [packed[0], packed[1]])
+                store_words(cached_at + Int64(gap) * 2, [packed[2], packed[3]])
+
+    # -- one tile ----------------------------------------------------------------------------------------------------------------
+
+    def scores_of(self, k: cute.Tensor, q: cute.Tensor) -> list:
+        """Returns a lane's scores of a head: of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9."""
+        scores = []
+        for row in range(2):
+            acc = [Float32(0.0)] * 4
+            for each in range(4):
+                at = 8 * row + 2 * each
+                acc = mma_m16n8k16(self.dtype, acc, (q[2 * each], Uint32(0), q[2 * each + 1], Uint32(0)), (k[at], k[at + 1]))
+            scores += [acc[0], acc[1]]
+        return scores
+
+    @cute.jit
+    def add_values(self, sums: cute.Tensor, factor: Float32, weights: list, v: cute.Tensor):
+        """Multiplies the sums of values by a factor, and adds the weighted values of a tile."""
+        left = (pack(self.dtype, weights[0], weights[1]), Uint32(0), pack(self.dtype, weights[2], weights[3]), Uint32(0))
+        for element in cutlass.range_constexpr(8):
+            order = 0x7632 if element % 2 else 0x5410
+            right = [permute_bytes(v[8 * half + element // 2], v[8 * half + 4 + element // 2], order) for half in range(2)]
+            acc = [sums[element] * factor, sums[8 + element] * factor, Float32(0.0), Float32(0.0)]
+            acc = mma_m16n8k16(self.dtype, acc, left, right)
+            sums[element], sums[8 + element] = acc[0], acc[1]
+
+    # -- partial results ---------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_warp(self, call: LayerCall, warp: Int32, lane: Int32, sums: cute.Tensor, largest: Float32, total: Float32):
+        """Stores a warp's sums of values, maxima and sums of exponentials in shared memory."""
+        to = call.rows + _WARPS_AT + warp * WARP_BYTES
+        for each in cutlass.range_constexpr(4):
+            values = [sums[4 * each + number] for number in range(4)]
+            store_floats("shared", to + (lane // 4 * HEAD_DIM + lane % 4 * 16 + 4 * each) * 4, values)
+        if lane % 4 == 0:
+            store_floats("shared", to + _MAXIMA + lane // 4 * 4, [largest])
+            store_floats("shared", to + _MAXIMA + (GROUP_HEADS + lane // 4) * 4, [total])
+
+    @cute.jit
+    def store_partial(self, call: LayerCall, token: Int32, head: Int32, split: Int32, tiles: Int32):
+        """Adds the results of the warps that had a tile, and stores the CTA's partial result: two elements of a head per thread."""
+        attention = call.given.attention
+        thread = self.thread()
+        row, column = thread // 32, thread % 32 * 2
+        warps = cutlass.min(tiles, MMA_WARPS)
+        if row < attention.group:
+            source = call.rows + _WARPS_AT
+            largest = Float32(_NONE)
+            for each in cutlass.range(warps, unroll=1):
+                largest = cute.arch.fmax(largest, load_floats("shared", source + each * WARP_BYTES + _MAXIMA + row * 4, 1))
+            total, low, high = Float32(0.0), Float32(0.0), Float32(0.0)
+            for each in cutlass.range(warps, unroll=1):
+                at = source + each * WARP_BYTES
+                factor = exp2(load_floats("shared", at + _MAXIMA + row * 4, 1) - largest)
+                total += factor * load_floats("shared", at + _MAXIMA + (GROUP_HEADS + row) * 4, 1)
+                both = load_floats("shared", at + (row * HEAD_DIM + column) * 4, 2)
+                low += factor * both[0]
+                high += factor * both[1]
+            to = self.partial_at(call, token, head * attention.group + row, split)
+            store_number(to + column * 8, low, call.tag)
+            store_number(to + column * 8 + 8, high, call.tag)
+            if column == 0:
+                store_number(to + HEAD_DIM * 8, largest, call.tag)
+                store_number(to + HEAD_DIM * 8 + 8, total, call.tag)
+        self.publish(call, PARTIALS)
+
+    def partial_at(self, call: LayerCall, token: Int32, head: Int32, split: Int32) -> Int64:
+        """Returns the address of a partial result. ``head``: the query head."""
+        attention = call.given.attention
+        return attention.partials + Int64((token * attention.heads + head) * attention.splits + split) * (PARTIAL_WORDS * 8)
+
+    @cute.jit
+    def combine_splits(self, call: LayerCall, warp: Int32, token: Int32, head: Int32, split: Int32):
+        """Combines four elements of a head from the partial results of all splits, one split per lane, and stores words of the
+        attention's output. With fewer than 32 splits, a warp has several groups of lanes with four elements each."""
+        attention = call.given.attention
+        lane = self.thread() % 32
+        splits = attention.splits
+        own = GROUP_HEADS * HEAD_DIM // splits  # elements of a CTA
+        element = split * own + warp * (own // _COMBINERS) + lane // splits * 4
+        row, column = element // HEAD_DIM, element % HEAD_DIM
+        query = head * attention.group + cutlass.min(row, attention.group - 1)
+        sink = load_floats("global", call.address(SINKS) + Int64(query) * 4, 1) * LOG2_E
+        numbers = cute.make_rmem_tensor((6,), Float32)
+        at = self.partial_at(call, token, query, lane % splits)
+        self.load_numbers_of_all(call, [at + column * 8, at + column * 8 + 16, at + HEAD_DIM * 8], numbers)
+        largest = numbers[4]
+        for power in cutlass.range_constexpr(SPLITS.bit_length() - 1):
+            other = cute.arch.shuffle_sync_bfly(largest, offset=1 << power)
+            largest = cutlass.select_(1 << power < splits, cute.arch.fmax(largest, other), largest)
+        largest = cute.arch.fmax(largest, sink)
+        factor = exp2(numbers[4] - largest)
+        results = [numbers[each] * factor for each in range(4)] + [numbers[5] * factor]
+        for power in cutlass.range_constexpr(SPLITS.bit_length() - 1):
+            for each in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_bfly(results[each], offset=1 << power)
+                results[each] += cutlass.select_(1 << power < splits, other, Float32(0.0))
+        inverse = 1.0 / (results[4] + exp2(sink - largest))
+        if (lane % splits == 0) & (row < attention.group):
+            to = attention.attended + Int64(token * call.given.width + query * HEAD_DIM + column) * 4
+            for each in cutlass.range_constexpr(4):
+                store_tagged(to + 4 * each, self.rounded(results[each] * inverse), call.tag)
+
+    @cute.jit
+    def load_numbers_of_all(self, call: LayerCall, addresses: list, numbers: cute.Tensor):
+        """Loads two tagged numbers at each address, again and again until all have the layer's tag."""
+        left = self.polls_of(call)
+        missing = Int32(1)
+        while (missing != 0) & (left > 0):
+            missing = Int32(0)
+            for each in cutlass.range_constexpr(len(addresses)):
+                words = load_number(addresses[each])
+                for number in cutlass.range_constexpr(2):
+                    numbers[2 * each + number] = self.float_of(words[2 * number])
+                    missing |= Int32(words[2 * number + 1]) ^ call.tag
+            left -= 1
+        if missing != 0:
+            self.give_up(call)
+
+    def float_of(self, word: Uint32) -> Float32:
+        """Returns the float32 with these bits."""
+        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])

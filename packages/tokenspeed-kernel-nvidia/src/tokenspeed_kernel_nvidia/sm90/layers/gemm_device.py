@@ -1,0 +1,140 @@
+"""GEMMs with dense weights in the persistent kernel, and the normalised rows that they multiply.
+
+A stage holds a range of k of eight rows of the weights. These rows are the MMA's columns, and tokens are its rows. A warpgroup
+processes every third stage, and each of its warps a quarter of the stage's range. The order of k within an MMA does not matter. So
+a lane loads 16 bytes of a row and the same 16 bytes of a token, which are the operands of two MMAs.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import skip
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, mma_m16n8k16, store_floats
+from tokenspeed_kernel_nvidia.sm90.layers.config import PART_BYTES, PART_PITCH, TILE, UNIT_BYTES, WIDTH_PITCH
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import Exchange, both_values, value_of, warp_sum
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import LayerCall
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import GROUPS, MMA_WARPS
+
+CHUNK = 8  # elements of a token that a thread normalises
+BFLOAT16 = 2  # `Vector.kind` of bfloat16
+_LOADS = PART_BYTES // PANEL_STRIPS // UNIT_BYTES  # number of 16-byte loads of a lane in a stage
+
+
+class Gemm(Exchange):
+    """The part of the kernel that loads rows of tokens, and multiplies them by dense weights. All MMA warps call these methods."""
+
+    @cute.jit
+    def load_rows(
+        self, call: LayerCall, warp: Int32, source: Int64, tag: Int32, to: Int32, pitch: cutlass.Constexpr[int]
+    ):
+        """Waits until all CTAs have stored their words of some rows ``[tokens, hidden]``. Loads the rows into shared memory as
+        bfloat16, and stores the warps' sums of squares there."""
+        thread = self.thread()
+        hidden = call.layer.hidden
+        live = thread * CHUNK < hidden
+        # Threads beyond the tokens' end load the last chunk, but do not store it.
+        column = cutlass.min(thread * CHUNK, hidden - CHUNK)
+        some = self.config.at_once
+        words = cute.make_rmem_tensor((some * CHUNK,), Uint32)
+        for begin in cutlass.range(0, call.tokens, some, unroll=1):
+            addresses = []
+            for each in cutlass.range_constexpr(some):
+                token = cutlass.min(begin + each, call.tokens - 1)
+                at = source + Int64(token * hidden + column) * 4
+                addresses += [at, at + 16]
+            self.load_words_of_all(call, addresses, words, tag)
+            for each in cutlass.range_constexpr(some):
+                token = begin + each
+                square = Float32(0.0)
+                for number in cutlass.range_constexpr(CHUNK):
+                    value = value_of(words[each * CHUNK + number])
+                    square += value * value
+                square = warp_sum(cutlass.select_(live, square, Float32(0.0)))
+                if token < call.tokens:
+                    if cute.arch.lane_idx() == 0:
+                        store_floats("shared", call.squares_at + (token * MMA_WARPS + warp) * 4, [square])
+                    if live:
+                        pairs = [each * CHUNK + 2 * pair for pair in range(4)]
+                        both = [both_values(words[pair], words[pair + 1]) for pair in pairs]
+                        store_words_shared(to + token * pitch + column * 2, both)
+
+    def scale_of(self, call: LayerCall, token: Int32) -> Float32:
+        """Returns the reciprocal root mean square of a token, from the sums of squares that `load_rows` has stored."""
+        square = Float32(0.0)
+        for each in range(MMA_WARPS // 4):
+            for part in load_floats("shared", call.squares_at + (token * MMA_WARPS + 4 * each) * 4, 4):
+                square += part
+        return cute.math.rsqrt(square / Float32(call.layer.hidden) + call.given.eps)
+
+    @cute.jit
+    def multiply_tiles(
+        self, call: LayerCall, warp: Int32, at: Any, row_count: Int32, row_bytes: Int32, of_qkv: cutlass.Constexpr[bool]
+    ):
+        """Multiplies the tokens at ``call.attended_at`` by this CTA's rows of weights, which the producer streams. Stores this
+        warp's partial sums of all tiles in shared memory.
+
+        Args:
+            row_count: the number of this CTA's rows of weights.
+            row_bytes: bytes of a row of weights, and of a token.
+            of_qkv: whether this is the GEMM of qkv; for traces.
+
+        Returns:
+            The next position in the ring buffer.
+        """
+        lane = self.thread() % 32
+        group, strip = warp // PANEL_STRIPS, warp % PANEL_STRIPS
+        parts = (row_bytes + PART_BYTES - 1) // PART_BYTES
+        tiles = (row_count + TILE - 1) // TILE
+        own = strip * (PART_BYTES // PANEL_STRIPS)
+        inside = own + lane % 4 * 16
+        # Lanes without a token read the last token's row; their results are not stored.
+        tokens_at = call.attended_at + cutlass.min(lane // 4, call.tokens - 1) * WIDTH_PITCH + inside
+        rows_at = call.ring + lane // 4 * PART_PITCH + inside
+        sums = cute.make_rmem_tensor((_LOADS, 4), Float32)
+        for tile in cutlass.range(tiles, unroll=1):
+            sums.fill(0.0)
+            part = (group + 2 * (tile * parts)) % GROUPS  # the first part that this warpgroup computes
+            while part < parts:
+                call.pipe.wait(at)
+                left_bytes = row_bytes - part * PART_BYTES - own  # of the rows, from this warp's quarter on
+                for each in cutlass.range_constexpr(_LOADS):
+                    if each * UNIT_BYTES < left_bytes:
+                        left = load_words("shared", tokens_at + part * PART_BYTES + each * UNIT_BYTES, 4)
+                        right = [*load_words("shared", rows_at + at.stage * self.config.stage_bytes + each * UNIT_BYTES, 4)]
+                        acc = [sums[each, number] for number in range(4)]
+                        for half in cutlass.range_constexpr(2):
+                            operand = (left[2 * half], Uint32(0), left[2 * half + 1], Uint32(0))
+                            acc = mma_m16n8k16(self.dtype, acc, operand, right[2 * half : 2 * half + 2])
+                        for number in cutlass.range_constexpr(4):
+                            sums[each, number] = acc[number]
+                self.release(call, at)
+                at = skip(at, GROUPS, self.stages)
+                part += GROUPS
+            if lane // 4 < call.tokens:
+                place = (warp * call.tokens + lane // 4) * self.config.rows_of_cta + tile * TILE + lane % 4 * 2
+                both = [(sums[0, number] + sums[1, number]) + (sums[2, number] + sums[3, number]) for number in range(2)]
+                store_floats("shared", call.partials_at + place * 4, both)
+        # The producer pads the tiles' stages to a multiple of the number of warpgroups.
+        beyond = tiles * parts % GROUPS
+        if (beyond > 0) & (group >= beyond):
+            call.pipe.wait(at)
+            self.release(call, at)
+            at = skip(at, GROUPS, self.stages)
+        return at
+
+    def sum_of_warps(self, call: LayerCall, token: Int32, row: Int32) -> Float32:
+        """Returns an element of the GEMM's result without bias: the sum of the warps' partial sums. ``row``: the index among this
+        CTA's rows of weights."""
+        total = Float32(0.0)
+        for each in range(MMA_WARPS):
+            place = (each * call.tokens + token) * self.config.rows_of_cta + row
+            total += load_floats("shared", call.partials_at + place * 4, 1)
+        return total

@@ -1,0 +1,73 @@
+"""The output projection of the persistent kernel: this CTA's rows of the weights by the attention's output, plus bias and input."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
+from tokenspeed_kernel_nvidia.sm90.layers.attend_device import Attend
+from tokenspeed_kernel_nvidia.sm90.layers.config import ATTENDED, TOTALS, WIDTH_PITCH
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, store_tagged, value_of
+from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import PROJECTION_BIAS, LayerCall
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
+
+_AT_ONCE = 2  # chunks of the attention's output that a thread loads at once: 4096 features are 1.3 chunks per thread
+
+
+class Project(Attend):
+    """The part of the kernel that computes the output projection. All MMA warps call these methods."""
+
+    @cute.jit
+    def load_attended(self, call: LayerCall, warp: Int32):
+        """Waits for the attention's output of all heads, and loads it into shared memory."""
+        attention = call.given.attention
+        self.await_all(call, warp, ATTENDED, call.tokens * attention.kv_heads * attention.splits)
+        thread = self.thread()
+        chunks = call.given.width // CHUNK  # of a token
+        count = call.tokens * chunks
+        words = cute.make_rmem_tensor((_AT_ONCE * CHUNK,), Uint32)
+        for begin in cutlass.range(0, count, _AT_ONCE * PREPARING_THREADS, unroll=1):
+            addresses = []
+            for each in cutlass.range_constexpr(_AT_ONCE):
+                # Threads beyond the end load the last chunk, but do not store it.
+                chunk = cutlass.min(begin + each * PREPARING_THREADS + thread, count - 1)
+                at = attention.attended + Int64(chunk) * (4 * CHUNK)
+                addresses += [at, at + 16]
+            self.load_words_of_all(call, addresses, words, call.tag)
+            for each in cutlass.range_constexpr(_AT_ONCE):
+                chunk = begin + each * PREPARING_THREADS + thread
+                if chunk < count:
+                    token = chunk // chunks
+                    both = [both_values(words[each * CHUNK + 2 * pair], words[each * CHUNK + 2 * pair + 1]) for pair in range(4)]
+                    store_words_shared(call.attended_at + token * WIDTH_PITCH + (chunk - token * chunks) * (2 * CHUNK), both)
+
+    @cute.jit
+    def project(self, call: LayerCall, warp: Int32, at: Any):
+        """Computes this CTA's rows of the projection, adds bias and the layer's input, and stores the results as words of
+        ``totals``. Returns the next position in the ring buffer."""
+        thread = self.thread()
+        rows, hidden = call.row_count, call.layer.hidden
+        token = thread // cutlass.max(rows, 1)
+        row = thread - token * rows
+        live = thread < call.tokens * rows
+        bias_of = Vector(call.address(PROJECTION_BIAS), Int32(BFLOAT16))
+        bias = bias_of.load(call.first_row + row, live)
+        element = Int64(cutlass.select_(live, token * hidden + call.first_row + row, 0)) * 4
+        # All words of the input have arrived, because this CTA has read all of them before.
+        before = load_words("relaxed.gpu.global", call.given.outputs + element, 1)
+        self.load_attended(call, warp)
+        self.synchronise()
+        at = self.multiply_tiles(call, warp, at, rows, call.given.width * 2, False)
+        self.synchronise()
+        if live:
+            projected = value_of(self.rounded(self.sum_of_warps(call, token, row) + bias_of.number(bias)))
+            store_tagged(call.given.totals + element, self.rounded(projected + value_of(before)), call.tag)
+        self.publish(call, TOTALS)
+        return at
