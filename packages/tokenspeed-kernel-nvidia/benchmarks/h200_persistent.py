@@ -1,4 +1,4 @@
-"""Measures layers of GPT-OSS-120B from the output projection to the experts, in one persistent launch and in today's launches.
+"""Measures layers of a decode step of GPT-OSS-120B in one persistent launch and in today's launches.
 
     python packages/tokenspeed-kernel-nvidia/benchmarks/h200_persistent.py --output persistent.json
     python packages/tokenspeed-kernel-nvidia/benchmarks/h200_persistent.py --compile   # only fills the cache; needs no GPU
@@ -6,9 +6,8 @@
 All variants run in one process on the same random values. Each variant is first compared with the public operators, layer by layer.
 For each layer, the operators start from the residual stream that the variant has computed. Then several calls run in a CUDA graph.
 The graph runs several times, with caches evicted in between. A call runs all layers. The layers' weights exceed the L2 cache, so
-every layer reads cold weights. Today's launches are `mm`, `rmsnorm_moe_topk` and `moe_apply`, with PDL, as in the runtime
-`tools/gpt_oss`. The output of a layer's experts is passed as the next layer's residual, because the runtime adds this output in the
-next kernel.
+every layer reads cold weights. Today's launches are `rmsnorm_qkv_rope`, `mha_decode_with_kvcache`, `mm`, `rmsnorm_moe_topk` and
+`moe_apply`, with PDL, as in the runtime `tools/gpt_oss`. Layers alternate between a window of 128 keys and all keys.
 
 A row is printed as soon as it is measured. If a variant fails, its row has the reason, and the other variants are still measured.
 The kernel's waits end by themselves after about two seconds. The process ends after ``--seconds`` in any case.
@@ -35,7 +34,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 
 from moe_shapes import GPT_OSS_120B, Layer, Shape
-from persistent_timeline import EXPERT_BYTES, PROJECTION_BYTES, ROUTER_BYTES, Variant, predicted_us
+from persistent_timeline import STEPS, bytes_of
+from persistent_timeline import TODAY as TODAY_STEPS
 from persistent_trace import gathered, table
 
 import tokenspeed_kernel as ops
@@ -44,13 +44,14 @@ from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import config_of as mm_config_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
-from tokenspeed_kernel_nvidia.sm90.layers.config import PART_BYTES, TILE, Config, config_of
+from tokenspeed_kernel_nvidia.sm90.layers.config import HEAD_DIM, Config, config_of
 from tokenspeed_kernel_nvidia.sm90.layers.launch import LayerWeights, PersistentLayers, persistent_program
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of as stream_config_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import stream_program
 
-SHAPE, WIDTH, EPS = Shape(GPT_OSS_120B, 1), 4096, 1e-5
-SMALL, SMALL_WIDTH = Shape(replace(GPT_OSS_120B, name="small", intermediate=256), 1), 512
+SHAPE, EPS = Shape(GPT_OSS_120B, 1), 1e-5
+SMALL = Shape(replace(GPT_OSS_120B, name="small", intermediate=256), 1)
+CONTEXT, PAGE_SIZE, WINDOW = 1024, 64, 128
 CALLS = 8  # number of calls in a graph
 CLOSE = 0.02  # a token with a larger relative error has other experts than the reference
 TODAY = "today's launches"
@@ -62,7 +63,7 @@ class Choice:
 
     Attributes:
         config: options of `config_of`.
-        ahead: bytes of the next layer's projection that each CTA prefetches into L2.
+        ahead: bytes of the next layer's weights of qkv that each CTA prefetches into L2.
         together: whether one launch runs all layers.
         every: whether the variant is measured for every number of tokens, not only for one token.
     """
@@ -75,20 +76,18 @@ class Choice:
     def config_for(self, tokens: int) -> Config:
         return config_of(tokens, **self.config)
 
-    def model(self, tokens: int, layers: int) -> Variant:
-        config = self.config_for(tokens)
-        return Variant(config.stages * TILE * PART_BYTES, config.exchange, self.ahead, layers if self.together else 1)
-
 
 CHOICES = {
     "persistent": Choice(every=True),
-    "ahead 64 KB": Choice(ahead=64 << 10),
+    "ahead 64 KB": Choice(ahead=64 << 10, every=True),
     "ahead 128 KB": Choice(ahead=128 << 10),
     "ahead, all": Choice(ahead=1 << 20, every=True),
+    "counters + 64 KB": Choice({"exchange": "counter"}, ahead=64 << 10, every=True),
     "one layer a launch": Choice(together=False, every=True),
     "counters": Choice({"exchange": "counter"}, every=True),
     "slabs of 5 blocks": Choice({"slab": 5}),
     "9 stages": Choice({"most": 9}),
+    "counters + all": Choice({"exchange": "counter"}, ahead=1 << 20, every=True),
     "cooperative": Choice({"cooperative": True}),
 }
 
@@ -99,10 +98,12 @@ TRACE = {TRACED: Choice({"trace": True})}
 class Model:
     """The weights of some layers, shared by all variants."""
 
-    def __init__(self, layers: int, device: torch.device, shape: Shape = SHAPE, width: int = WIDTH) -> None:
+    def __init__(self, layers: int, device: torch.device, shape: Shape = SHAPE, kv_heads: int = 8, group: int = 8) -> None:
         self.device, self.random = device, torch.Generator(device).manual_seed(0)
         self.weights: list[LayerWeights] = []
         self.plan: Any = None
+        self.kv_heads, self.heads = kv_heads, kv_heads * group
+        rows, width = (self.heads + 2 * kv_heads) * HEAD_DIM, self.heads * HEAD_DIM
         for index in range(layers):
             drawn = Layer.drawn(shape, device, index)
             plan = drawn.plan
@@ -113,6 +114,11 @@ class Model:
             )  # fmt: skip
             hidden, experts = plan.hidden_size, plan.num_experts
             of_layer = LayerWeights(
+                input_norm=1 + self.normal(hidden, scale=0.1),
+                qkv=self.normal(rows, hidden, scale=hidden**-0.5),
+                qkv_bias=self.normal(rows, scale=0.1),
+                sinks=self.normal(self.heads).float(),
+                window=None if index % 2 else WINDOW,
                 projection=self.normal(hidden, width, scale=width**-0.5),
                 projection_bias=self.normal(hidden, scale=0.1),
                 norm=1 + self.normal(hidden, scale=0.1),
@@ -129,60 +135,89 @@ class Model:
 class Batch:
     """The inputs for one number of tokens, and the calls on these inputs."""
 
-    def __init__(self, model: Model, tokens: int) -> None:
-        self.model, self.tokens, self.layers = model, tokens, len(model.weights)
-        self.attended = model.normal(self.layers, tokens, model.weights[0].projection.shape[1])
-        self.residual = model.normal(tokens, model.plan.hidden_size)
-        self.out = torch.empty(self.layers, tokens, model.plan.hidden_size, dtype=torch.bfloat16, device=model.device)
-        _, ids = self.composed([self.residual] * self.layers)
+    def __init__(self, model: Model, tokens: int, context: int = CONTEXT) -> None:
+        self.model, self.tokens, self.layers, self.context = model, tokens, len(model.weights), context
+        device = model.device
+        self.x = model.normal(tokens, model.plan.hidden_size)
+        self.out = torch.empty(self.layers, tokens, model.plan.hidden_size, dtype=torch.bfloat16, device=device)
+        each = -(-context // PAGE_SIZE)
+        pages = torch.randperm(tokens * each, generator=self.model.random, device=device).int()
+        self.pages = pages.view(tokens, each)
+        self.lengths = torch.full((tokens,), context, dtype=torch.int32, device=device)
+        self.positions = (self.lengths - 1).long()
+        newest = context - 1
+        self.slots = self.pages[:, newest // PAGE_SIZE].long() * PAGE_SIZE + newest % PAGE_SIZE
+        shape = tokens * each, PAGE_SIZE, model.kv_heads, HEAD_DIM
+        self.caches = [(model.normal(*shape), model.normal(*shape)) for _ in range(self.layers)]
+        angles = torch.rand(context, HEAD_DIM // 2, generator=model.random, device=device) * 6
+        self.table = torch.cat((angles.cos(), angles.sin()), 1)
+        _, ids = self.composed([self.x] * self.layers)
         self.experts = statistics.mean(len(of_layer.unique()) for of_layer in ids)
 
     @property
     def bytes(self) -> float:
         """The bytes of a layer's weights that these tokens need."""
-        return PROJECTION_BYTES + ROUTER_BYTES + self.experts * EXPERT_BYTES
+        return bytes_of(self.experts)
 
-    def layer(self, index: int, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs one layer with the public operators. Returns the sum over the experts, the residual stream to which it is added, and
-        the expert ids."""
-        of_layer = self.model.weights[index]
-        projected = ops.mm(self.attended[index], of_layer.projection.t(), bias=of_layer.projection_bias)
+    def layer(self, index: int, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs one layer with the public operators, on the preceding layer's experts and residual stream. Returns the sum over the
+        experts, the residual stream to which it is to be added, and the expert ids."""
+        of_layer, model = self.model.weights[index], self.model
+        k_cache, v_cache = self.caches[index]
+        found = ops.rmsnorm_qkv_rope(
+            x, of_layer.input_norm, of_layer.qkv.t(), self.positions, self.table, model.kv_heads, HEAD_DIM, eps=EPS,
+            residual=residual, bias=of_layer.qkv_bias, k_cache=k_cache, v_cache=v_cache, slot_mapping=self.slots,
+        )  # fmt: skip
+        qkv, stream = (found, x) if residual is None else found
+        q = qkv.view(self.tokens, -1, HEAD_DIM)[:, : model.heads]
+        window = -1 if of_layer.window is None else of_layer.window - 1
+        attended = ops.mha_decode_with_kvcache(
+            q, k_cache, v_cache, self.pages, self.lengths, self.context, softmax_scale=HEAD_DIM**-0.5, window_left=window,
+            sinks=of_layer.sinks,
+        )  # fmt: skip
+        projected = ops.mm(attended.flatten(1), of_layer.projection.t(), bias=of_layer.projection_bias)
         normed, weights, ids, total = ops.rmsnorm_moe_topk(
-            projected, of_layer.norm, of_layer.router.t(), self.model.plan.top_k, eps=EPS, residual=residual,
+            projected, of_layer.norm, of_layer.router.t(), model.plan.top_k, eps=EPS, residual=stream,
             router_bias=of_layer.router_bias,
         )  # fmt: skip
-        return ops.moe_apply(normed, of_layer.experts, weights, ids, self.model.plan), total, ids
+        return ops.moe_apply(normed, of_layer.experts, weights, ids, model.plan), total, ids
 
-    def composed(self, residuals: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Runs each layer with the public operators, from the given residuals. Returns each layer's output and expert ids."""
-        found = [self.layer(index, residual) for index, residual in enumerate(residuals)]
+    def composed(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Runs each layer with the public operators, from the given inputs. Returns each layer's output and expert ids."""
+        found = [self.layer(index, x, None) for index, x in enumerate(inputs)]
         return [expert + total for expert, total, _ in found], [ids for *_, ids in found]
 
     def today(self) -> None:
-        residual = self.residual
+        x, residual = self.x, None
         for index in range(self.layers):
-            residual, *_ = self.layer(index, residual)
+            x, residual, _ = self.layer(index, x, residual)
 
     def errors(self) -> Tensor:
         """Returns the relative errors of the last call for each layer and token, ``[layers, tokens]``."""
-        wanted, _ = self.composed([self.residual, *self.out[:-1]])
+        wanted, _ = self.composed([self.x, *self.out[:-1]])
         both = torch.stack(wanted).double()
         return (self.out.double() - both).norm(dim=-1) / both.norm(dim=-1)
 
     def launches(self, choice: Choice) -> list[PersistentLayers]:
         """Returns the launch objects of a variant. A call launches them one after the other."""
-        weights, plan, config = self.model.weights, self.model.plan, choice.config_for(self.tokens)
+        config = choice.config_for(self.tokens)
         ranges = [slice(None)] if choice.together else [slice(index, index + 1) for index in range(self.layers)]
-        return [PersistentLayers(weights[some], self.attended[some], plan, EPS, config, ahead=choice.ahead) for some in ranges]
+        return [
+            PersistentLayers(
+                self.model.weights[some], self.caches[some], self.tokens, self.table, self.model.plan, eps=EPS, config=config,
+                ahead=choice.ahead,
+            )
+            for some in ranges
+        ]  # fmt: skip
 
     def call(self, launched: Sequence[PersistentLayers]) -> Callable[[], None]:
         """Returns a function that runs all layers with these launch objects."""
         outs = self.out.chunk(len(launched))
-        residuals = [self.residual, *(out[-1] for out in outs[:-1])]
+        inputs = [self.x, *(out[-1] for out in outs[:-1])]
 
         def run() -> None:
-            for each, residual, out in zip(launched, residuals, outs, strict=True):
-                each(residual, out)
+            for each, x, out in zip(launched, inputs, outs, strict=True):
+                each(x, out, self.lengths, self.pages, self.slots)
 
         return run
 
@@ -213,11 +248,8 @@ def rows(batch: Batch, wanted: Sequence[str], rounds: int) -> Iterator[dict[str,
     for name in (TODAY, *wanted):
         choice = {**CHOICES, **TRACE}.get(name)
         row: dict[str, Any] = {"tokens": batch.tokens, "variant": name, "experts": batch.experts, "bytes": batch.bytes}
-        row["predicted_us"] = None
-        if choice is not None:
-            row["predicted_us"] = predicted_us(batch.tokens, batch.experts, choice.model(batch.tokens, batch.layers))
-        elif batch.tokens == 1:
-            row["predicted_us"] = predicted_us(1, batch.experts)
+        row["predicted_us"] = sum((TODAY_STEPS if choice is None else STEPS).values()) if batch.tokens == 1 else None
+        row["context"] = batch.context
         try:
             launched = [] if choice is None else batch.launches(choice)
             row["note"] = "" if choice is None else check(batch, launched)
@@ -271,6 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", default="1,4,8", help="numbers of tokens")
     parser.add_argument("--layers", type=int, default=4, help="layers of a call")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="keys of each sequence")
     parser.add_argument("--variants", default=",".join(CHOICES), help="a list of: " + "; ".join(CHOICES))
     parser.add_argument("--rounds", type=int, default=30, help="how often a graph runs")
     parser.add_argument("--trace", action="store_true", help="also print the steps of a layer")
@@ -293,16 +326,16 @@ def main() -> None:
     print(f"{'tokens':>6}  {'variant':20} {'us/layer':>8} {'GB/s':>6} {'predicted':>10}", flush=True)
     found = []
     for each in tokens:
-        for row in rows(Batch(model, each), [*choices[each]], given.rounds):
+        for row in rows(Batch(model, each, given.context), [*choices[each]], given.rounds):
             print(line(row), flush=True)
             found.append(row)
             if given.output:
                 write_result(given.output, "cuda", layers=given.layers, rows=found)
     if given.trace:
-        small = Model(2, model.device, SMALL, SMALL_WIDTH)
+        small = Model(2, model.device, SMALL)
         for of_model, name in ((model, "cold weights"), (small, "two small layers, warm")):
             for each in tokens:
-                for said in trace(Batch(of_model, each), name, given.rounds):
+                for said in trace(Batch(of_model, each, given.context), name, given.rounds):
                     print(said, flush=True)
     faulthandler.cancel_dump_traceback_later()
     print(f"done after {time.monotonic() - begun:.0f} s")

@@ -31,9 +31,9 @@ def test_rows(persistent: Any) -> None:
     has all events."""
     shapes = importlib.import_module("moe_shapes")
     shape = shapes.Shape(shapes.Model("small", 8, 2, 64, 64, gpt_oss=True), 1)
-    with sm90_emulator.emulated_sm90(multiprocessors=4, seed=1):
-        model = persistent.Model(2, torch.device("cpu"), shape, width=512)
-        batch = persistent.Batch(model, 1)
+    with sm90_emulator.emulated_sm90(multiprocessors=7, seed=1):
+        model = persistent.Model(2, torch.device("cpu"), shape, kv_heads=1, group=2)
+        batch = persistent.Batch(model, 1, 150)
         persistent.CHOICES["broken"] = persistent.Choice({"slab": -1})
         found = {row["variant"]: row for row in persistent.rows(batch, ["persistent", "one layer a launch", "broken"], 1)}
         lines = [*persistent.trace(batch, "small", 2)]

@@ -134,7 +134,8 @@ class Model:
         """Compares each layer's output with a float64 computation that starts from the kernel's output of the preceding layer."""
         x = self.x
         for index, (weights, layer, got) in enumerate(zip(self.weights, self.experts, out, strict=True)):
-            projected = (self.attended(index, x).double() @ weights.projection.double().t() + weights.projection_bias.double()).to(BF16)
+            attended = self.attended(index, x).double()
+            projected = (attended @ weights.projection.double().t() + weights.projection_bias.double()).to(BF16)
             total = (projected.double() + x.double()).to(BF16)
             scale = (total.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
             normed = (total.double() * scale * weights.norm.double()).to(BF16)
@@ -188,10 +189,10 @@ def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, tiles: int) -> N
 
 
 @pytest.mark.parametrize("options", [{}, {"exchange": "counter"}, {"cooperative": True}], ids=str)
-@pytest.mark.parametrize("tokens", [1, 3, 8])
-def test_layers_on_the_device(sm90: torch.device, tokens: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 1000), (3, 3000), (8, 777)])
+def test_layers_on_the_device(sm90: torch.device, tokens: int, keys: int, options: dict[str, Any]) -> None:
     """Asserts that launches and replays of a graph give bitwise equal results."""
-    model = Model(tokens, 3, 2880, 2880, 32, 4, 4096, sm90)
+    model = Model(tokens, 4, 2880, 2880, 32, 4, 8, 8, keys, 64, sm90)
     out, launched = model.run(config=config_of(tokens, **options), ahead=1 << 16)
     assert not launched.failed
     model.check(out)
@@ -199,7 +200,7 @@ def test_layers_on_the_device(sm90: torch.device, tokens: int, options: dict[str
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            launched(model.residual, again)
+            launched(model.x, again, model.lengths, model.pages, model.slots)
     for _ in range(20):
         again.fill_(torch.nan)
         graph.replay()
@@ -212,11 +213,11 @@ def test_layers_on_the_device(sm90: torch.device, tokens: int, options: dict[str
 @pytest.mark.parametrize("options", [{"exchange": "counter"}, {"slab": 5}, {"most": 9}, {"cooperative": True}], ids=str)
 def test_variants(hopper: Any, options: dict[str, Any]) -> None:
     """Asserts that the variants which the benchmark measures give bitwise equal results."""
-    model = Model(2, 2, 64, 96, 8, 2, 512)
+    model = Model(2, 2, 64, 96, 8, 2, 1, 2, 40)
     with hopper(seed=1):
-        out, launched = model.run(3, config=config_of(2, **options), ahead=4096)
+        out, launched = model.run(7, config=config_of(2, **options), ahead=4096)
         assert not launched.failed
-        wanted, _ = model.run(3, config=config_of(2))
+        wanted, _ = model.run(7, config=config_of(2))
     model.check(out)
     assert torch.equal(out, wanted)
 
@@ -224,12 +225,12 @@ def test_variants(hopper: Any, options: dict[str, Any]) -> None:
 def test_trace(hopper: Any) -> None:
     """Asserts that each CTA stores all events of each layer in order, and that results are bitwise equal with and without the
     trace."""
-    model = Model(1, 3, 96, 96, 8, 2, 512)
+    model = Model(1, 3, 96, 96, 8, 2, 1, 2, 50)
     with hopper(seed=1):
-        out, launched = model.run(4, launches=2, config=config_of(1, trace=True))
+        out, launched = model.run(4, launches=2, config=config_of(1, trace=True, tiles=8))
         assert not launched.failed
         assert launched.counters_are_zero
-        wanted, _ = model.run(4)
+        wanted, _ = model.run(4, config=config_of(1, tiles=8))
     assert torch.equal(out, wanted)
     events, (begin, timer, end, timer_at_end) = launched.trace[:, :-1], launched.trace[:, -1, :4].T
     assert (timer_at_end > timer).all()
@@ -244,9 +245,9 @@ def test_trace(hopper: Any) -> None:
 
 def test_waits_give_up(hopper: Any) -> None:
     """Asserts that a launch whose waits may poll only once ends, and is marked as failed."""
-    model = Model(1, 2, 64, 96, 8, 2, 512)
+    model = Model(1, 2, 64, 96, 8, 2, 1, 2, 20)
     with hopper(seed=1):
-        _, launched = model.run(3, polls=1)
+        _, launched = model.run(8, polls=1)
         assert launched.failed
         launched.reset()
         assert not launched.failed
@@ -267,8 +268,10 @@ def test_shared_memory() -> None:
     [
         ({"tokens": 9, "top_k": 2}, "tokens must be at most 8, got 9"),
         ({"top_k": 8, "tokens": 5}, "tokens \\* top_k must be at most 32, got 40"),
-        ({"width": 768}, "width must be a multiple of 512, got 768"),
-        ({"hidden": 96, "ctas": 3}, "rows of the projection on a CTA must be at most 24, got 32"),
+        ({"group": 9, "ctas": 33}, "heads of a key head must be at most 8, got 9"),
+        ({"kv_heads": 9, "group": 8, "ctas": 200}, "heads \\* 64 must be at most 4096, got 4608"),
+        ({"page_size": 24}, "pages must be a multiple of 16 by 64, got 24 by 64"),
+        ({"ctas": 3}, "rows of qkv on a CTA must be at most 40, got 86"),
         ({"experts": 6}, "num_experts must be a multiple of 4, got 6"),
     ],
 )
@@ -280,10 +283,20 @@ def test_unsupported_sizes(change: dict[str, Any], message: str) -> None:
         "intermediate": 64,
         "experts": 8,
         "top_k": 2,
-        "width": 512,
-        "ctas": 3,
+        "kv_heads": 1,
+        "group": 2,
+        "keys": 20,
+        "ctas": 8,
         **change,
     }
     ctas = sizes.pop("ctas")
     with pytest.raises(ValueError, match=message):
         Model(**sizes).run(ctas)
+
+
+def test_unsupported_tensors(hopper: Any) -> None:
+    model = Model(1, 1, 64, 64, 8, 2, 1, 2, 20)
+    with hopper(seed=1):
+        model.lengths = model.lengths.long()
+        with pytest.raises(ValueError, match=r"lengths must be torch\.int32"):
+            model.run(8)

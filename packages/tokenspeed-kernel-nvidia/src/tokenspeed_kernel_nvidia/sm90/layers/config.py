@@ -31,7 +31,7 @@ OTHER_BYTES = 4 * 1024  # barriers, lists and other small arrays
 # Indices of a layer's counters. This kernel also uses counters of `stream`: DONE, at index 1, and READY, from index COUNTERS on.
 OUT, LOGITS, TOTALS = 0, 2, 3
 QKV, PARTIALS, ATTENDED = range(COUNTERS + PAIRS, COUNTERS + PAIRS + 3)
-LAYER_COUNTERS = COUNTERS + PAIRS + 3
+LAYER_COUNTERS = COUNTERS + PAIRS + 4  # even, because the 64-bit words of a trace follow
 # Indices of words before the layers' counters: the number of CTAs that have finished, the tag of the last launch's last layer, and
 # the error flag.
 LEFT, TAG, FAILED = 0, 1, 2

@@ -38,7 +38,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     PARTIAL_WORDS,
     ROUTER_BYTES,
     SPLITS,
-    UNIT_BYTES,
+    TOKENS,
     WIDTH,
     Config,
     config_of,
@@ -134,7 +134,7 @@ class PersistentLayers:
         keys = caches[0][0]
         kv_heads = keys.shape[2]
         heads = weights[0].projection.shape[1] // HEAD_DIM
-        config = config or config_of(tokens)
+        config = config or config_of(min(tokens, max(TOKENS)))
         self.ctas = sm_count_of(weights[0].qkv.get_device()) if ctas is None else ctas
         _check(plan, tokens, heads, kv_heads, self.ctas, config)
         for layer in weights:
@@ -262,6 +262,6 @@ def _check(plan: MoEPlan, tokens: int, heads: int, kv_heads: int, ctas: int, con
     for name, (size, limit) in most.items():
         if size > limit:
             raise ValueError(f"persistent layers: {name} must be at most {limit}, got {size}")
-    for name, size, factor in (("heads", heads, kv_heads), ("hidden_size", hidden, UNIT_BYTES // 2), ("num_experts", experts, 4)):
+    for name, size, factor in (("heads", heads, kv_heads), ("num_experts", experts, 4)):
         if size % factor:
             raise ValueError(f"persistent layers: {name} must be a multiple of {factor}, got {size}")

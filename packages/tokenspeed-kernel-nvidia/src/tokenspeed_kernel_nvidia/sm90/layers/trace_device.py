@@ -282,6 +282,6 @@ class Traced(Persistent):
         if warp == 0:
             cute.arch.sync_warp()
             lane = cute.arch.lane_idx()
-            if lane < _COUNT:
-                move_event(self.trace_at(call, call.index, lane), self.event_at(call, lane))
+            for event in cutlass.range(lane, _COUNT, 32, unroll=1):
+                move_event(self.trace_at(call, call.index, event), self.event_at(call, event))
             cute.arch.sync_warp()
