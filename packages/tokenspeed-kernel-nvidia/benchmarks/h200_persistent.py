@@ -91,8 +91,10 @@ CHOICES = {
     "cooperative": Choice({"cooperative": True}),
 }
 
-TRACED = "with a trace"
-TRACE = {TRACED: Choice({"trace": True})}
+TRACE = {
+    "words, with a trace": Choice({"trace": True}),
+    "counters, with a trace": Choice({"trace": True, "exchange": "counter"}),
+}
 
 
 class Model:
@@ -264,11 +266,11 @@ def rows(batch: Batch, wanted: Sequence[str], rounds: int) -> Iterator[dict[str,
         yield row
 
 
-def trace(batch: Batch, name: str, rounds: int) -> Iterator[str]:
-    """Yields the lines of a table of a layer's steps."""
-    (launched,) = found = batch.launches(TRACE[TRACED])
+def trace(batch: Batch, variant: str, name: str, rounds: int) -> Iterator[str]:
+    """Yields the lines of a table of a layer's steps. ``variant``: a name of TRACE; ``name``: of the layers."""
+    (launched,) = found = batch.launches(TRACE[variant])
     said = check(batch, found)
-    yield f"\nsteps of a layer, {batch.tokens} tokens, {name}; {said}"
+    yield f"\nsteps of a layer, {batch.tokens} tokens, {name}, {variant}; {said}"
     yield from table(gathered(launched, batch.call(found), rounds))
 
 
@@ -335,8 +337,9 @@ def main() -> None:
         small = Model(2, model.device, SMALL)
         for of_model, name in ((model, "cold weights"), (small, "two small layers, warm")):
             for each in tokens:
-                for said in trace(Batch(of_model, each, given.context), name, given.rounds):
-                    print(said, flush=True)
+                for variant in TRACE:
+                    for said in trace(Batch(of_model, each, given.context), variant, name, given.rounds):
+                        print(said, flush=True)
     faulthandler.cancel_dump_traceback_later()
     print(f"done after {time.monotonic() - begun:.0f} s")
 

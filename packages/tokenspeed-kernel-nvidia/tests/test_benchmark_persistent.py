@@ -36,7 +36,7 @@ def test_rows(persistent: Any) -> None:
         batch = persistent.Batch(model, 1, 150)
         persistent.CHOICES["broken"] = persistent.Choice({"slab": -1})
         found = {row["variant"]: row for row in persistent.rows(batch, ["persistent", "one layer a launch", "broken"], 1)}
-        lines = [*persistent.trace(batch, "small", 2)]
+        lines = [*persistent.trace(batch, "words, with a trace", "small", 2)]
     assert [row["us"] for row in found.values()] == [12.5, 12.5, 12.5, None]
     assert "error" in found["persistent"]["note"]
     assert "Error" in found["broken"]["note"]

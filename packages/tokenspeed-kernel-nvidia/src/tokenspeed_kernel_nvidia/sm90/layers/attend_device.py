@@ -47,7 +47,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, load_number, store_number, store_tagged, value_of
 from tokenspeed_kernel_nvidia.sm90.layers.qkv_device import Qkv
-from tokenspeed_kernel_nvidia.sm90.layers.tile_device import K_CACHE, SINKS, V_CACHE, WINDOW, LayerCall
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import K_CACHE, LENGTH, SINKS, V_CACHE, WINDOW, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
 
 _HALF = HEAD_DIM // 2  # elements d and d + 32 of a head are rotated together
@@ -68,6 +68,24 @@ class Attend(Qkv):
     """The part of the kernel that computes attention. All MMA warps call these methods."""
 
     @cute.jit
+    def prepare_attention(self, call: LayerCall):
+        """Loads what all layers need for this CTA's token into shared memory. ``call``: the call of any layer."""
+        attention = call.given.attention
+        item, _, _ = cute.arch.block_idx()
+        token = item // (attention.splits * attention.kv_heads)
+        thread = self.thread()
+        if token < call.tokens:
+            length = load_int(attention.lengths + Int64(token) * 4, False)
+            if thread == 0:
+                call.kept[LENGTH] = length
+            if thread < HEAD_DIM:
+                angle = load_floats("global", attention.table + Int64((length - 1) * attention.table_pitch + thread) * 4, 1)
+                store_floats("shared", call.angles + thread * 4, [angle])
+            if thread < 2 * MMA_WARPS:
+                call.known_tiles[thread] = Int32(-1)
+        self.synchronise()
+
+    @cute.jit
     def attend(self, call: LayerCall, warp: Int32):
         """Computes this CTA's share of attention. A CTA has at most one split of one token and key head."""
         attention = call.given.attention
@@ -77,18 +95,21 @@ class Attend(Qkv):
             split = item % attention.splits
             head = item // attention.splits % attention.kv_heads
             token = item // (attention.splits * attention.kv_heads)
-            length = load_int(attention.lengths + Int64(token) * 4, False)
+            length = call.kept[LENGTH]
             first = cutlass.max(length - Int32(call.address(WINDOW)), 0)
             base = first - first % KEYS
             tiles = (length - base + KEYS - 1) // KEYS
             share = (tiles + attention.splits - 1) // attention.splits * KEYS
             begin = base + split * share
             end = cutlass.min(begin + share, length)
+            sink = self.load_sink(call, warp, head, split)
             self.attend_to_keys(call, warp, token, head, split, length, first, begin, end)
             self.await_all(call, warp, PARTIALS, items)
             if warp < _COMBINERS:
-                self.combine_splits(call, warp, token, head, split)
+                self.combine_splits(call, warp, token, head, split, sink)
             self.publish(call, ATTENDED)
+            # The other warps must not poll the attention's output while these warps combine: their loads would delay all others.
+            self.synchronise()
 
     @cute.jit
     def attend_to_keys(
@@ -104,11 +125,11 @@ class Attend(Qkv):
         v.fill(0)
         tile = begin + warp * KEYS
         if tile < end:
-            page_at = self.page_of(call, token, tile)
+            page_at = self.known_page_of(call, warp, token, tile, cutlass.select_(first > 0, Int32(1), Int32(0)))
             self.load_keys(call, k, page_at, head, tile, first, length - 1, lane)
             self.load_values(call, v, page_at, head, tile, first, length - 1, lane)
         # Only the CTA whose keys include the new one stores it.
-        self.load_queries(call, token, head, length, (begin < length) & (end == length))
+        self.load_queries(call, token, head, (begin < length) & (end == length))
         self.synchronise()
         q = cute.make_rmem_tensor((8,), Uint32)
         for half in cutlass.range_constexpr(2):
@@ -162,6 +183,21 @@ class Attend(Qkv):
         return Int64(page) * attention.page_pitch + Int64(key - index * attention.page_size) * attention.token_pitch
 
     @cute.jit
+    def known_page_of(self, call: LayerCall, warp: Int32, token: Int32, tile: Int32, kind: Int32) -> Int64:
+        """Returns `page_of` of a warp's first tile, which is the same in all layers of a kind: 1 with a window, 0 without."""
+        place = kind * MMA_WARPS + warp
+        offset = Int64(0)
+        if call.known_tiles[place] == tile:
+            offset = call.known_offsets[place]
+        else:
+            offset = self.page_of(call, token, tile)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                call.known_tiles[place] = tile
+                call.known_offsets[place] = offset
+        return offset
+
+    @cute.jit
     def load_keys(
         self, call: LayerCall, k: cute.Tensor, page_at: Int64, head: Int32, tile: Int32, first: Int32, newest: Int32, lane: Int32
     ):
@@ -212,7 +248,7 @@ class Attend(Qkv):
     # -- queries, and the new key and value --------------------------------------------------------------------------------------
 
     @cute.jit
-    def load_queries(self, call: LayerCall, token: Int32, head: Int32, length: Int32, stores: Any):
+    def load_queries(self, call: LayerCall, token: Int32, head: Int32, stores: Any):
         """Waits for the queries, the key and the value of a token and a key head. Rotates queries and key, and stores all in shared
         memory. If ``stores``, also stores key and value in the cache.
 
@@ -229,9 +265,8 @@ class Attend(Qkv):
             source = cutlass.select_(is_value, attention.heads + attention.kv_heads + head, source)
             column = cutlass.select_(is_value, place * 8, place * 4)
             gap = cutlass.select_(is_value, Int32(4), Int32(_HALF))
-            angles = attention.table + Int64((length - 1) * attention.table_pitch + place * 4) * 4
-            cos = [*load_floats("global", angles, 4)]
-            sin = [*load_floats("global", angles + 4 * _HALF, 4)]
+            cos = [*load_floats("shared", call.angles + place * 16, 4)]
+            sin = [*load_floats("shared", call.angles + place * 16 + 4 * _HALF, 4)]
             words = cute.make_rmem_tensor((8,), Uint32)
             at = attention.qkv + Int64(token * attention.qkv_rows + source * HEAD_DIM + column) * 4
             self.load_words_of_all(call, [at, at + Int64(gap) * 4], words, call.tag)
@@ -329,18 +364,29 @@ class Attend(Qkv):
         attention = call.given.attention
         return attention.partials + Int64((token * attention.heads + head) * attention.splits + split) * (PARTIAL_WORDS * 8)
 
+    def element_of(self, call: LayerCall, warp: Int32, split: Int32) -> Int32:
+        """Returns the first of the four elements, of all query heads of the key head, that a lane combines."""
+        splits = call.given.attention.splits
+        own = GROUP_HEADS * HEAD_DIM // splits  # elements of a CTA
+        return split * own + warp * (own // _COMBINERS) + self.thread() % 32 // splits * 4
+
+    def load_sink(self, call: LayerCall, warp: Int32, head: Int32, split: Int32) -> Float32:
+        """Loads the sink of the head that a lane combines, in the scale of the scores."""
+        group = call.given.attention.group
+        row = self.element_of(call, cutlass.min(warp, _COMBINERS - 1), split) // HEAD_DIM
+        query = head * group + cutlass.min(row, group - 1)
+        return load_floats("global", call.address(SINKS) + Int64(query) * 4, 1) * LOG2_E
+
     @cute.jit
-    def combine_splits(self, call: LayerCall, warp: Int32, token: Int32, head: Int32, split: Int32):
+    def combine_splits(self, call: LayerCall, warp: Int32, token: Int32, head: Int32, split: Int32, sink: Float32):
         """Combines four elements of a head from the partial results of all splits, one split per lane, and stores words of the
         attention's output. With fewer than 32 splits, a warp has several groups of lanes with four elements each."""
         attention = call.given.attention
         lane = self.thread() % 32
         splits = attention.splits
-        own = GROUP_HEADS * HEAD_DIM // splits  # elements of a CTA
-        element = split * own + warp * (own // _COMBINERS) + lane // splits * 4
+        element = self.element_of(call, warp, split)
         row, column = element // HEAD_DIM, element % HEAD_DIM
         query = head * attention.group + cutlass.min(row, attention.group - 1)
-        sink = load_floats("global", call.address(SINKS) + Int64(query) * 4, 1) * LOG2_E
         numbers = cute.make_rmem_tensor((6,), Float32)
         at = self.partial_at(call, token, query, lane % splits)
         self.load_numbers_of_all(call, [at + column * 8, at + column * 8 + 16, at + HEAD_DIM * 8], numbers)

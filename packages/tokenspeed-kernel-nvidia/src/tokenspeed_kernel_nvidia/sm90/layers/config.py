@@ -27,7 +27,8 @@ UNIT_BYTES = 64  # bytes of a row that a quad of lanes loads at once; rows have 
 PART_PITCH = PART_BYTES + 64
 WIDTH_PITCH = 2 * WIDTH + 64
 ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 features takes 5760
-OTHER_BYTES = 4 * 1024  # barriers, lists and other small arrays
+MOST_LAYERS = 48  # of a launch
+OTHER_BYTES = 10 * 1024  # the table of layers, barriers, lists and other small arrays
 # Indices of a layer's counters. This kernel also uses counters of `stream`: DONE, at index 1, and READY, from index COUNTERS on.
 OUT, LOGITS, TOTALS = 0, 2, 3
 QKV, PARTIALS, ATTENDED = range(COUNTERS + PAIRS, COUNTERS + PAIRS + 3)

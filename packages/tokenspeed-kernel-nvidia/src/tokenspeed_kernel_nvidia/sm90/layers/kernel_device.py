@@ -46,6 +46,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import load_tagged, store_tagged, value_of
 from tokenspeed_kernel_nvidia.sm90.layers.route_device import Route
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
+    COLUMNS,
     EXPERT_COUNT,
     FIRST_ROW,
     GIVEN_UP,
@@ -58,7 +59,6 @@ from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     Attention,
     Given,
     LayerCall,
-    address_in_table,
     call_of_layer,
 )
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, FINISHERS, GROUPS, LOAD_WARP, MMA_WARPS, THREADS
@@ -177,9 +177,13 @@ class Persistent(Route):
             storage.heads.data_ptr().toint(), storage.sizes.data_ptr(), storage.entries.data_ptr(), storage.entries.data_ptr(),
             storage.order.data_ptr(), storage.experts_of_pairs.data_ptr(), given, Int32(0), Int32(0), rows_at,
             storage.partials.data_ptr().toint(), storage.router.data_ptr().toint(), storage.squares.data_ptr().toint(),
-            storage.chosen.data_ptr(), storage.kept.data_ptr(), storage.router_full.data_ptr(),
+            storage.chosen.data_ptr(), storage.kept.data_ptr(), storage.table.data_ptr(), storage.angles.data_ptr().toint(),
+            storage.known_tiles.data_ptr(), storage.known_offsets.data_ptr(), storage.router_full.data_ptr(),
             storage.routed.data_ptr(),
         )  # fmt: skip
+        thread, _, _ = cute.arch.thread_idx()
+        for place in cutlass.range(thread, given.layers * COLUMNS, THREADS, unroll=1):
+            call.table[place] = cute.make_ptr(Int64, given.table, cute.AddressSpace.gmem)[place]
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(self.stages):
@@ -216,6 +220,7 @@ class Persistent(Route):
         """Runs the MMA warps' steps of all layers."""
         at, to = Cursor(warp // PANEL_STRIPS, Int32(0)), first_to_fill()
         self.store_input(call_of_layer(call, Int32(0), tag))
+        self.prepare_attention(call)
         for index in cutlass.range(call.given.layers, unroll=1):
             of_layer = call_of_layer(call, index, tag)
             at = self.project_qkv(of_layer, warp, at)
@@ -288,13 +293,14 @@ class Persistent(Route):
             for part in cutlass.range(0, row_bytes, PART_BYTES, unroll=1):
                 size = cutlass.min(row_bytes - part, PART_BYTES)
                 call.pipe.acquire(at)
-                if cute.arch.lane_idx() == 0:
+                # One row for each lane: a single lane would need longer to issue the copies than memory to deliver them.
+                row = cute.arch.lane_idx()
+                if row == 0:
                     call.pipe.commit(at, count * size)
-                    for row in cutlass.range_constexpr(TILE):
-                        if row < count:
-                            to = call.ring + at.stage * self.config.stage_bytes + row * PART_PITCH
-                            from_ = first + Int64(tile + row) * row_bytes + part
-                            bulk_load(to, from_, size, call.pipe.full.of(at).toint())
+                if row < count:
+                    to = call.ring + at.stage * self.config.stage_bytes + row * PART_PITCH
+                    from_ = first + Int64(tile + row) * row_bytes + part
+                    bulk_load(to, from_, size, call.pipe.full.of(at).toint())
                 at = advance(at, self.stages)
                 stages += 1
         for _ in cutlass.range((GROUPS - stages % GROUPS) % GROUPS, unroll=1):
@@ -307,7 +313,7 @@ class Persistent(Route):
         given = call.given
         row_bytes = call.layer.hidden * 2
         size = cutlass.min(given.ahead, call.qkv_row_count * row_bytes)
-        source = address_in_table(given, call.index + 1, QKV_WEIGHT) + Int64(call.qkv_first_row) * row_bytes
+        source = call.address_of(call.index + 1, QKV_WEIGHT) + Int64(call.qkv_first_row) * row_bytes
         for done in cutlass.range(0, size, PIECE_BYTES, unroll=1):
             if cute.arch.lane_idx() == 0:
                 prefetch_bulk(source + done, cutlass.min(size - done, PIECE_BYTES))

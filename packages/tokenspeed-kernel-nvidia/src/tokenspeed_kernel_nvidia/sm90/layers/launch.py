@@ -34,6 +34,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     HIDDEN,
     KEYS,
     LAYER_COUNTERS,
+    MOST_LAYERS,
     PAIRS,
     PARTIAL_WORDS,
     ROUTER_BYTES,
@@ -136,7 +137,7 @@ class PersistentLayers:
         heads = weights[0].projection.shape[1] // HEAD_DIM
         config = config or config_of(min(tokens, max(TOKENS)))
         self.ctas = sm_count_of(weights[0].qkv.get_device()) if ctas is None else ctas
-        _check(plan, tokens, heads, kv_heads, self.ctas, config)
+        _check(plan, layers, tokens, heads, kv_heads, self.ctas, config)
         for layer in weights:
             if layer.experts.layout != LAYOUT:
                 raise ValueError(f"persistent layers: experts must have the layout {LAYOUT!r}, got {layer.experts.layout!r}")
@@ -240,11 +241,12 @@ def splits_of(tokens: int, kv_heads: int, ctas: int) -> int:
     return 1 << min(ctas // (tokens * kv_heads), SPLITS).bit_length() - 1
 
 
-def _check(plan: MoEPlan, tokens: int, heads: int, kv_heads: int, ctas: int, config: Config) -> None:
+def _check(plan: MoEPlan, layers: int, tokens: int, heads: int, kv_heads: int, ctas: int, config: Config) -> None:
     """Raises ValueError for sizes that the kernel does not support."""
     hidden, experts = plan.hidden_size, plan.num_experts
     qkv_rows = (heads + 2 * kv_heads) * HEAD_DIM
     most = {
+        "layers": (layers, MOST_LAYERS),
         "tokens": (tokens, config.tokens),
         "heads * 64": (heads * HEAD_DIM, WIDTH),
         "heads of a key head": (heads // kv_heads, GROUP_HEADS),

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier
-from tokenspeed_kernel_nvidia.sm90.layers.config import EVENTS, HEAD_DIM, LAYER_COUNTERS, PAIRS, ROUTER_BYTES
+from tokenspeed_kernel_nvidia.sm90.layers.config import EVENTS, HEAD_DIM, LAYER_COUNTERS, MOST_LAYERS, PAIRS, ROUTER_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, Call, Layer
 
@@ -20,7 +20,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, C
 ) = range(14)  # fmt: skip
 COLUMNS = 14
 # Indices of `LayerCall.kept`.
-FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP, QKV_FIRST_ROW, QKV_ROW_COUNT = range(6)
+FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP, QKV_FIRST_ROW, QKV_ROW_COUNT, LENGTH = range(7)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,12 @@ class LayerCall(Call):
             warps' partial sums, this CTA's rows of the router, and the warps' sums of squares.
         chosen: the expert of each pair.
         kept: this CTA's first row of the projection, the number of its rows, the number of experts whose logits it computes,
-            whether one of its warps has given up, and the first row and the number of rows of qkv.
+            whether one of its warps has given up, the first row and the number of rows of qkv, and the number of keys of the token
+            for which it computes attention.
+        table: a copy of the table of layers.
+        angles: cosines and sines for that token.
+        known_tiles, known_offsets: for each warp, the first tile of a layer with a window and of a layer without, and the tile's
+            offset in the caches. A tile of -1 is unknown.
         router_full, routed: barriers with one phase per layer: the router's rows, and the lists of pairs, are in shared memory.
     """
 
@@ -140,6 +145,10 @@ class LayerCall(Call):
     squares_at: Int32
     chosen: cute.Pointer
     kept: cute.Pointer
+    table: cute.Pointer
+    angles: Int32
+    known_tiles: cute.Pointer
+    known_offsets: cute.Pointer
     router_full: cute.Pointer
     routed: cute.Pointer
 
@@ -183,12 +192,11 @@ class LayerCall(Call):
 
     def address(self, column: int) -> Int64:
         """Returns the address in a column of this layer's row of the table of layers."""
-        return address_in_table(self.given, self.index, column)
+        return self.address_of(self.index, column)
 
-
-def address_in_table(given: Given, index: Int32, column: int) -> Int64:
-    """Returns the address in row ``index`` and column ``column`` of the table of layers."""
-    return cute.make_ptr(Int64, given.table, cute.AddressSpace.gmem)[index * COLUMNS + column]
+    def address_of(self, index: Int32, column: int) -> Int64:
+        """Returns the address in a column of a layer's row of the table of layers."""
+        return self.table[index * COLUMNS + column]
 
 
 def call_of_layer(call: LayerCall, index: Int32, tag: Int32) -> LayerCall:
@@ -197,12 +205,9 @@ def call_of_layer(call: LayerCall, index: Int32, tag: Int32) -> LayerCall:
     The addresses in shared memory are opaque to the compiler. Otherwise values of each step would be computed before the loop over
     layers, and would occupy registers in all steps.
     """
-    given = call.given
     return replace(
         call,
-        layer=replace(
-            call.layer, w13=address_in_table(given, index, TABLE_W13), w2=address_in_table(given, index, TABLE_W2)
-        ),
+        layer=replace(call.layer, w13=call.address_of(index, TABLE_W13), w2=call.address_of(index, TABLE_W2)),
         ring=opt_barrier(call.ring),
         rows=opt_barrier(call.rows),
         index=index,
@@ -224,7 +229,11 @@ def storage_of(config: Any) -> Any:
         items: cute.struct.MemRange[Int32, config.stages]
         partial_items: cute.struct.MemRange[Int32, BUFFERS]
         sizes: cute.struct.MemRange[Int32, 2]
-        kept: cute.struct.MemRange[Int32, 6]
+        kept: cute.struct.MemRange[Int32, 8]
+        known_tiles: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
+        known_offsets: cute.struct.MemRange[Int64, 2 * MMA_WARPS]
+        table: cute.struct.MemRange[Int64, COLUMNS * MOST_LAYERS]
+        angles: cute.struct.Align[cute.struct.MemRange[Float32, HEAD_DIM], 16]
         maxima: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
         small: cute.struct.MemRange[Int32, config.pairs * MMA_WARPS // ROWS_AT_ONCE]
         factors: cute.struct.MemRange[Int32, config.pairs]

@@ -219,8 +219,8 @@ class Traced(Persistent):
             self.mark(call, _STORED[index])
 
     @cute.jit
-    def load_queries(self, call: LayerCall, token: Int32, head: Int32, length: Int32, stores: Any):
-        Persistent.load_queries(self, call, token, head, length, stores)
+    def load_queries(self, call: LayerCall, token: Int32, head: Int32, stores: Any):
+        Persistent.load_queries(self, call, token, head, stores)
         self.mark(call, _QUERIES_SEEN)
 
     @cute.jit
