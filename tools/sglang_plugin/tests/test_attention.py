@@ -146,6 +146,19 @@ def test_prefill_chunk_prefix_mixed_and_decode(options: dict[str, Any], scale: f
     assert sum(row.layers for row in receipt().rows) == 2
 
 
+@torch.inference_mode()
+def test_the_numbers_of_new_tokens_may_be_a_tensor() -> None:
+    """SGLang's graphs of prefills pass a tensor, other batches a list."""
+    runner = make_runner()
+    backend, requests = TokenspeedBackend(runner), Requests(runner)
+    batch = make_batch(runner, ForwardMode.EXTEND, [0, 0], [20, 3], [2, 0])
+    new = batch.extend_seq_lens_cpu
+    batch.extend_seq_lens_cpu = torch.tensor(new)
+    backend.init_forward_metadata(batch)
+    batch.extend_seq_lens_cpu = new
+    requests.step(backend, batch)
+
+
 @pytest.mark.parametrize("shift", [0, 16])
 @torch.inference_mode()
 def test_graphs_read_static_buffers(shift: int) -> None:

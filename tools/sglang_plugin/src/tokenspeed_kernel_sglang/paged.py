@@ -70,7 +70,7 @@ class PagedBackend(AttentionBackend):
             _check_mode(forward_batch)
             new = forward_batch.extend_seq_lens
             metadata.cu_seqlens_q = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int()
-            metadata.max_query_len = max(forward_batch.extend_seq_lens_cpu)
+            metadata.max_query_len = int(max(forward_batch.extend_seq_lens_cpu))
         self.forward_metadata = metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
