@@ -222,7 +222,8 @@ class Engine:
             made = torch.cat([torch.load(file) for file in files[:STEPS_OF_LOGITS]])
             for file in files:
                 file.unlink()
-            if made.argmax(-1).tolist() != tokens:
+            chosen = made.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+            if not torch.equal(chosen, made.amax(1)):
                 raise RuntimeError(f"tokens {tokens} are not those of the logits, {made.argmax(-1).tolist()}")
             rows.append(made)
             ids.append(tokens)

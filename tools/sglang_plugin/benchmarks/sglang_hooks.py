@@ -56,7 +56,11 @@ class Steps:
         now = time.perf_counter()
         if self.file is None:
             self.file = (self.folder / STEPS).open("a", buffering=1)
-            (self.folder / SERVING).write_text(json.dumps(serving(scheduler.tp_worker.model_runner)))
+            try:
+                found = serving(scheduler.tp_worker.model_runner)
+            except (AttributeError, ImportError) as error:  # the engine must go on, because its figures are still needed
+                found = {"failed": repr(error)}
+            (self.folder / SERVING).write_text(json.dumps(found))
         self.file.write(f"{now:.7f} {batch.forward_mode.name} {len(batch.reqs)}\n")
 
 
