@@ -334,8 +334,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     (a.out / f"{a.name}.ready").touch()
     wait(a.wait_file, a.wait_seconds)
-    failed = sum(not run_task(engine.results, name, tasks[name]) for name in a.tasks.split(","))
-    engine.save()
+    failed = 0
+    for name in a.tasks.split(","):
+        failed += not run_task(engine.results, name, tasks[name])
+        engine.save()
     engine.results.report("end")
     return failed
 
