@@ -15,6 +15,7 @@ from batches import CONTEXT, SLOTS, change, make_batch, runner_of, serve_all_mod
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_req_to_token_pool, get_token_to_kv_pool
 from sglang.srt.server_args import ServerArgs
 
 from tokenspeed_kernel_base.served import NotServedError
@@ -146,6 +147,19 @@ def test_prefill_chunk_prefix_mixed_and_decode(options: dict[str, Any], scale: f
     assert sum(row.layers for row in receipt().rows) == 2
 
 
+@torch.inference_mode()
+def test_the_numbers_of_new_tokens_may_be_a_tensor() -> None:
+    """SGLang's graphs of prefills pass a tensor, other batches a list."""
+    runner = make_runner()
+    backend, requests = TokenspeedBackend(runner), Requests(runner)
+    batch = make_batch(runner, ForwardMode.EXTEND, [0, 0], [20, 3], [2, 0])
+    new = batch.extend_seq_lens_cpu
+    batch.extend_seq_lens_cpu = torch.tensor(new)
+    backend.init_forward_metadata(batch)
+    batch.extend_seq_lens_cpu = new
+    requests.step(backend, batch)
+
+
 @pytest.mark.parametrize("shift", [0, 16])
 @torch.inference_mode()
 def test_graphs_read_static_buffers(shift: int) -> None:
@@ -181,6 +195,14 @@ def test_graphs_of_prefills_are_refused() -> None:
         backend.init_forward_metadata_out_graph(make_batch(runner, ForwardMode.EXTEND, [0], [2], [0]))
     with pytest.raises(ValueError, match="batches of TARGET_VERIFY"):
         backend.init_forward_metadata(make_batch(runner, ForwardMode.TARGET_VERIFY, [0], [2], [0]))
+
+
+def test_sglangs_layers_find_the_pools() -> None:
+    """SGLang's models ask the backend for the pools, for example to choose between kernels of rotary embeddings."""
+    runner = make_runner()
+    with forward_context(ForwardContext(attn_backend=TokenspeedBackend(runner))):
+        assert get_token_to_kv_pool() is runner.token_to_kv_pool
+        assert get_req_to_token_pool() is runner.req_to_token_pool
 
 
 @torch.inference_mode()

@@ -57,8 +57,8 @@ def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_rows(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Returns statistics of the differences of logits in the task ``float32``, in standard deviations of a row. A row counts only
-    if the engines have generated the same tokens before it.
+    """Returns statistics of the differences of logits of several prompts, in standard deviations of a row. A row counts only if the
+    engines have generated the same tokens before it.
 
     If the experts that both engines selected are known, rows with equal experts and with different experts are reported separately.
     """
@@ -109,8 +109,9 @@ def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found = {}
     if "logits" in a and "logits" in b:
         found["logits"] = compare_logits(a, b)
-    if "float32" in a and "float32" in b:
-        found["float32"] = compare_rows(a["float32"], b["float32"])
+    for name in ("float32", "prompts"):
+        if name in a and name in b:
+            found[name] = compare_rows(a[name], b[name])
     if "tokens" in a and "tokens" in b:
         found["tokens"] = compare_tokens(a["tokens"], b["tokens"])
     if "requests" in a and "requests" in b:

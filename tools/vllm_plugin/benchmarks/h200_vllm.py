@@ -19,15 +19,9 @@ same model in float32 (``against_float32.py``). With these two options, engines 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import itertools
-import json
-import math
 import os
 import shlex
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,16 +31,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[2] / "engine_benchmarks")])
 
+from engine_figures import speed_ups, table
+from engine_lease import RunningEngine, metadata_of
 from random_models import DEFAULT, MODELS
 
 HERE = Path(__file__).parent
 # Bars: the largest milliseconds per token, by batch size; and the smallest number of prefill tokens per second.
 DECODE_BARS = {1: 3.4, 4: 5.0, 16: 8.9, 64: 13.2}
 PREFILL_BAR = 50_000
-# Bars of other models: the smallest speed of the plugin relative to vLLM's own kernels, in each row and as the geometric mean.
-ROW_BAR, MEAN_BAR = 0.98, 1.12
 _ONLY_WEIGHTS = {"VLLM_PLUGINS": "random_gpt_oss,random_models"}
 
 
@@ -140,7 +134,7 @@ def run(name: str, given: argparse.Namespace, folder: Path, path: str, start: in
     return [{**row, "start": start} for row in one.rows()]
 
 
-class Process:
+class Process(RunningEngine):
     """One running engine, ``vllm_engine.py``, and its files."""
 
     def __init__(
@@ -157,70 +151,12 @@ class Process:
             variables: further environment variables.
         """
         variant = VARIANTS[name]
-        out.mkdir(parents=True)
-        self.name, self.out, self.log = name, out, out / "log"
-        environment = {**os.environ, "PYTHONPATH": path, "VLLM_CACHE_ROOT": str(cache), **variant.variables, **(variables or {})}
-        command = [sys.executable, str(HERE / "vllm_engine.py"), "--name", name, "--out", str(out), *variant.words, *words]
-        with self.log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns the result lines that the engine has written so far."""
-        lines = self.out / f"{self.name}.jsonl"
-        return [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-
-    def end(self) -> None:
-        """Ends the engine, and the processes that it has started, because these hold device memory."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        environment = {"PYTHONPATH": path, "VLLM_CACHE_ROOT": str(cache), **variant.variables, **(variables or {})}
+        super().__init__(name, HERE / "vllm_engine.py", [*variant.words, *words], out, environment)
 
 
 def _tasks(given: argparse.Namespace) -> list[str]:
     return _CORRECTNESS if given.correctness else _FLOAT32 if given.float32 else _PROFILE if given.profile else _SPEED
-
-
-def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Returns a table of the figures of each engine's last start, with one column per variant."""
-    cells: dict[str, dict[str, str]] = {}
-    for row in rows:
-        if row["figure"] == "decode":
-            cells.setdefault(f"decode {row['batch']}, ms a token", {})[row["engine"]] = f"{row['ms']:.3f}"
-        elif row["figure"] == "prefill":
-            cells.setdefault(f"prefill {row['shape']}, tokens/s", {})[row["engine"]] = f"{row['tokens_per_s']}"
-        elif row["figure"] == "started":
-            cells.setdefault(f"start {row['start']}, s", {})[row["engine"]] = f"{row['seconds']}"
-    lines = [f"{'':26}" + "".join(f"{name:>16}" for name in names)]
-    lines += [f"{label:26}" + "".join(f"{found.get(name, '-'):>16}" for name in names) for label, found in cells.items()]
-    return "\n".join(lines)
-
-
-def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns one line for each variant of the plugin: its speed relative to vLLM's own kernels, in each row and as the geometric
-    mean. Rows that are disturbed, with or without the plugin, are named instead.
-    """
-    speeds: dict[str, dict[str, float]] = {}
-    disturbed: dict[str, list[str]] = {}
-    for row in rows:
-        if row["figure"] not in ("decode", "prefill"):
-            continue
-        label = f"decode {row['batch']}" if row["figure"] == "decode" else f"prefill {row['shape']}"
-        if row.get("disturbed"):
-            disturbed.setdefault(row["engine"], []).append(label)
-        else:
-            speeds.setdefault(row["engine"], {})[label] = 1 / row["ms"] if row["figure"] == "decode" else row["tokens_per_s"]
-    own, found = speeds.get("vllm", {}), []
-    for name, each in speeds.items():
-        ratios = {label: speed / own[label] for label, speed in each.items() if label in own}
-        if name.startswith("plugin") and ratios:
-            mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios.values()))
-            holds = min(ratios.values()) >= ROW_BAR and mean >= MEAN_BAR
-            text = ", ".join(f"{label} {ratio:.2f}" for label, ratio in ratios.items())
-            without = [*dict.fromkeys((*disturbed.get("vllm", ()), *disturbed.get(name, ())))]
-            verdict = "PARTLY" if without else "holds" if holds else "MISSED"
-            text += f"; mean {mean:.2f} (>= {ROW_BAR} each, {MEAN_BAR} mean)"
-            found.append(f"{verdict} {name}: {text}" + (f"; disturbed: {', '.join(without)}" if without else ""))
-    return found
 
 
 def judged(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
@@ -239,10 +175,7 @@ def judged(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
 
 def measured_on(given: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     """Returns the metadata of the results: the device, versions, the commit and the command."""
-    from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
-
-    found = collect_metadata(shlex.join(["python", "tools/vllm_plugin/benchmarks/h200_vllm.py", *words]))
-    return dataclasses.asdict(dataclasses.replace(found, git_commit=given.commit) if given.commit else found)
+    return metadata_of(shlex.join(["python", "tools/vllm_plugin/benchmarks/h200_vllm.py", *words]), given.commit)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -261,7 +194,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if beside:
             results["compared"] = compare_variants(given.variants, folder)
         else:
-            bars = judged(rows, given.layers or 36) if given.model == DEFAULT else speed_ups(rows)
+            bars = judged(rows, given.layers or 36) if given.model == DEFAULT else speed_ups(rows, "vllm")
             print(table(rows, given.variants), *bars, sep="\n")
     if given.output:
         from tokenspeed_kernel.workbench.benchmark import as_text

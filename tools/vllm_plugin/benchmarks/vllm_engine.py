@@ -19,17 +19,18 @@ import random
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[2] / "engine_benchmarks")])
 
+from engine_figures import is_disturbed, steady
+from engine_process import Results, run_task, wait
+from engine_requests import bursts
 from random_gpt_oss import EXPERT_SIZES, draw_experts, drawn
 from random_models import DEFAULT, MODELS, PREFILLS, cache_gib, load_format, write_model
 
-_STARTED = time.time()
 # No network is available, and a single process needs no communication.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -48,9 +49,6 @@ _ENVIRONMENT = {
     # `apply_model` needs this variable to accept a function.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
-
-# The largest deviation of a measurement from the median, in relation to the median.
-TOLERANCE = 0.05
 
 # Maps a family of kernels to lower-case words in the kernels' names. A kernel belongs to the first family with a matching word.
 _FAMILIES = {
@@ -207,7 +205,7 @@ class Engine:
     """An engine and its tasks. Each task is a method, and writes lines of results."""
 
     def __init__(self, a: argparse.Namespace) -> None:
-        self.a = a
+        self.a, self.results = a, Results(a.name, a.out)
         self.saved: dict[str, Any] = {}
         self.random = random.Random(0)
         self.highest_token = 199000  # tokens above this one are special, or not in the vocabulary
@@ -217,10 +215,7 @@ class Engine:
 
     def report(self, figure: str, **values: Any) -> None:
         """Writes a line of results."""
-        line = {"engine": self.a.name, "figure": figure, **values, "at_s": round(time.time() - _STARTED, 1)}
-        with (self.a.out / f"{self.a.name}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print("RESULT", json.dumps(line), flush=True)
+        self.results.report(figure, **values)
 
     def start(self) -> None:
         """Starts vLLM's engine."""
@@ -339,28 +334,23 @@ class Engine:
         must complete."""
         from vllm import SamplingParams
 
-        engine, rng = self.llm.llm_engine, random.Random(1)
+        engine, arriving = self.llm.llm_engine, bursts(self.a.requests, self.highest_token)
         # If the model is in another process, non-finite logits are detected in the tokens' probabilities.
         logprobs, bad = (0, 0) if self.watched is None else (None, 0)
-        prefixes = [[rng.randrange(100, self.highest_token) for _ in range(rng.choice((40, 300, 1000)))] for _ in range(12)]
         asked: dict[str, int] = {}
         aborted: set[str] = set()
         got: dict[str, list[int]] = {}
         cached = steps = 0
         begun = time.perf_counter()
-        left = self.a.requests
-        while left or engine.has_unfinished_requests():
-            for _ in range(min(left, rng.randrange(0, 12))):
-                length, tokens = rng.choice((1, 3, 17, 90, 400, 1500)), rng.choice((1, 2, 9, 30, 70))
-                own = [rng.randrange(100, self.highest_token) for _ in range(rng.randrange(1, length + 1))]
-                prompt = (rng.choice(prefixes) if rng.random() < 0.6 else []) + own
-                name = f"r{self.a.requests - left}"
-                asked[name] = tokens
-                left -= 1
-                sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs)
-                engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-                if rng.random() < 0.1:
-                    aborted.add(name)
+        while (burst := next(arriving, None)) is not None or engine.has_unfinished_requests():
+            for request in burst or ():
+                asked[request.name] = request.tokens
+                sampling = SamplingParams(
+                    temperature=0.0, max_tokens=request.tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+                )
+                engine.add_request(request.name, {"prompt_token_ids": request.prompt}, sampling)
+                if request.aborted:
+                    aborted.add(request.name)
             running = [name for name in asked if name in aborted and name not in got]
             if running and steps % 7 == 3:
                 engine.abort_request(running[:3])
@@ -515,34 +505,6 @@ class Engine:
             torch.save(self.saved, self.a.out / f"{self.a.name}.pt")
 
 
-def is_disturbed(times: Sequence[float]) -> bool:
-    """Returns whether repeated measurements disagree: one of them is not positive, or differs from the median by more than
-    `TOLERANCE`. Such a figure is not to be published.
-    """
-    middle = statistics.median(times)
-    return min(times) <= 0 or any(abs(time - middle) > TOLERANCE * middle for time in times)
-
-
-def steady(steps: Sequence[tuple[float, Sequence[int]]], least: int) -> tuple[float, int]:
-    """Returns the seconds per token while all requests of a batch generate, and the number of tokens that this is measured over.
-
-    Requests start at different steps, and end at different steps. So the measurement begins when all requests have ``least``
-    tokens, and ends before the first request has all of its tokens.
-
-    Args:
-        steps: for each step, when its tokens had arrived, and the number of tokens that each request has so far.
-        least: number of tokens.
-    """
-    wanted = max(steps[-1][1])
-    window = [step for step in steps if min(step[1]) >= least and max(step[1]) < wanted]
-    if len(window) < 2:
-        raise ValueError(f"no steps in which all requests generate, after {least} of {wanted} tokens each")
-    (begin, first), (end, last) = window[0], window[-1]
-    # Tokens of several steps may arrive together.
-    tokens = sum(last) / len(last) - sum(first) / len(first)
-    return (end - begin) / tokens, round(tokens)
-
-
 def family_of(kernel: str) -> str:
     """Returns the family of a kernel, from the words in the kernel's name."""
     lower = kernel.lower()
@@ -577,13 +539,6 @@ def gaps_of(found: Sequence[tuple[str, float, float]]) -> list[tuple[tuple[str, 
     return sorted(gaps.items(), key=lambda gap: -gap[1][1])
 
 
-def wait(file: Path | None, seconds: float) -> None:
-    """Waits until a file exists, at most ``seconds``."""
-    end = time.time() + seconds
-    while file is not None and not file.exists() and time.time() < end:
-        time.sleep(0.05)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     a = arguments(words)
     a.out.mkdir(parents=True, exist_ok=True)
@@ -604,11 +559,7 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     wanted = a.tasks.split(",")
     failed = 0
-    try:
-        engine.start()
-    except Exception as error:
-        traceback.print_exc()
-        engine.report("failed", task="start", error=repr(error)[:600])
+    if not run_task(engine.results, "start", engine.start):
         return 1
     if a.dry:
         return 0
@@ -618,13 +569,12 @@ def main(words: Sequence[str] | None = None) -> int:
             waited = True
             (a.out / f"{a.name}.ready").touch()
             wait(a.wait_file, a.wait_seconds)
-        try:
-            tasks[name]()
+
+        def task(run: Callable[[], None] = tasks[name]) -> None:
+            run()
             engine.save()
-        except Exception as error:
-            failed += 1
-            traceback.print_exc()
-            engine.report("failed", task=name, error=repr(error)[:600])
+
+        failed += not run_task(engine.results, name, task)
     engine.report("end")
     return failed
 

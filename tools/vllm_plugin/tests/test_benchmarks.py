@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.extend([str(Path(__file__).parents[1] / "benchmarks"), str(Path(__file__).parents[2] / "engine_benchmarks")])
 
 import compare
+import engine_figures
 import h200_vllm
 import h200_vllm_models
 import random_gpt_oss
@@ -158,7 +159,9 @@ def test_the_plugins_speed_beside_vllms_own() -> None:
             {"engine": engine, "figure": "prefill", "shape": "1x8192", "tokens_per_s": rate},
         ]
 
-    found = h200_vllm.speed_ups([*rows("vllm", 4.0, 100), *rows("plugin-mla", 2.0, 100), *rows("plugin-experts", 3.0, 97)])
+    found = engine_figures.speed_ups(
+        [*rows("vllm", 4.0, 100), *rows("plugin-mla", 2.0, 100), *rows("plugin-experts", 3.0, 97)], "vllm"
+    )
     assert [line.split(" (")[0] for line in found] == [
         "holds plugin-mla: decode 1 2.00, prefill 1x8192 1.00; mean 1.41",
         "MISSED plugin-experts: decode 1 1.33, prefill 1x8192 0.97; mean 1.14",
@@ -168,12 +171,12 @@ def test_the_plugins_speed_beside_vllms_own() -> None:
 def test_disturbed_rows_have_no_figure() -> None:
     def row(engine: str, batch: int, *times: float) -> dict[str, Any]:
         ms = sorted(times)[len(times) // 2]
-        return {"engine": engine, "figure": "decode", "batch": batch, "ms": ms, "disturbed": vllm_engine.is_disturbed(times)}
+        return {"engine": engine, "figure": "decode", "batch": batch, "ms": ms, "disturbed": engine_figures.is_disturbed(times)}
 
     rows = [row("vllm", 1, 4.0, 4.1, 4.1), row("vllm", 16, 16.6, 30.7, 4.5), row("vllm", 64, 15.0, -13.2, -8.6)]
     rows += [row("plugin", 1, 2.05, 2.05, 2.0), row("plugin", 16, 3.6, 3.6, 3.7), row("plugin", 64, 5.8, 5.7, 6.0)]
     assert [each["disturbed"] for each in rows] == [False, True, True, False, False, False]
-    (found,) = h200_vllm.speed_ups(rows)
+    (found,) = engine_figures.speed_ups(rows, "vllm")
     assert found == "PARTLY plugin: decode 1 2.00; mean 2.00 (>= 0.98 each, 1.12 mean); disturbed: decode 16, decode 64"
 
 
@@ -230,11 +233,11 @@ def test_decode_is_measured_while_all_requests_generate() -> None:
         counts = [min(step, 10), min(max(step - 2, 0), 10)]
         now += 2 if min(counts) >= 3 and max(counts) <= 9 else 5
         steps.append((now, counts))
-    assert vllm_engine.steady(steps, 2) == (2.0, 5)  # 2 to 7 tokens of the second request
+    assert engine_figures.steady(steps, 2) == (2.0, 5)  # 2 to 7 tokens of the second request
     together = [steps[i] for i in (4, 6, 8)]  # the tokens of two steps arrive together
-    assert vllm_engine.steady([*together, steps[-1]], 2) == (2.0, 4)
+    assert engine_figures.steady([*together, steps[-1]], 2) == (2.0, 4)
     with pytest.raises(ValueError, match="after 9 of 10 tokens"):
-        vllm_engine.steady(steps, 9)
+        engine_figures.steady(steps, 9)
 
 
 def test_rounds_of_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,8 +43,10 @@ class PagedBackend(AttentionBackend):
         Args:
             runner: SGLang's `ModelRunner`, with the loaded model and its cache.
         """
-        self.pool = runner.token_to_kv_pool
-        self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
+        # SGLang's models read the pools under these names.
+        self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
+        self.pool = self.token_to_kv_pool
+        self.req_to_token: Tensor = self.req_to_token_pool.req_to_token
         self.page_size = int(runner.page_size)
         self.context_len = int(runner.model_config.context_len)
         self.two_pools = hasattr(self.pool, "translate_loc_from_full_to_swa")
@@ -70,7 +72,7 @@ class PagedBackend(AttentionBackend):
             _check_mode(forward_batch)
             new = forward_batch.extend_seq_lens
             metadata.cu_seqlens_q = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int()
-            metadata.max_query_len = max(forward_batch.extend_seq_lens_cpu)
+            metadata.max_query_len = int(max(forward_batch.extend_seq_lens_cpu))
         self.forward_metadata = metadata
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
