@@ -44,7 +44,7 @@ from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import config_of as mm_config_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
-from tokenspeed_kernel_nvidia.sm90.layers.config import HEAD_DIM, Config, config_of
+from tokenspeed_kernel_nvidia.sm90.layers.config import ATTENDED, EXCHANGES, HEAD_DIM, PARTIALS, QKV, Config, config_of
 from tokenspeed_kernel_nvidia.sm90.layers.launch import LayerWeights, PersistentLayers, persistent_program
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of as stream_config_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import stream_program
@@ -77,23 +77,28 @@ class Choice:
         return config_of(tokens, **self.config)
 
 
+def counted(*words: int) -> dict[str, Any]:
+    """Returns the options of a configuration whose exchanges use counters, except for those given."""
+    return {"counted": tuple(each for each in EXCHANGES if each not in words)}
+
+
 CHOICES = {
     "persistent": Choice(every=True),
     "ahead 64 KB": Choice(ahead=64 << 10, every=True),
-    "ahead 128 KB": Choice(ahead=128 << 10),
     "ahead, all": Choice(ahead=1 << 20, every=True),
-    "counters + 64 KB": Choice({"exchange": "counter"}, ahead=64 << 10, every=True),
     "one layer a launch": Choice(together=False, every=True),
-    "counters": Choice({"exchange": "counter"}, every=True),
+    "words": Choice({"counted": ()}, every=True),
+    "words of qkv": Choice(counted(QKV), every=True),
+    "words of attention": Choice(counted(QKV, ATTENDED), every=True),
+    "words but partials": Choice({"counted": (PARTIALS,)}, every=True),
     "slabs of 5 blocks": Choice({"slab": 5}),
     "9 stages": Choice({"most": 9}),
-    "counters + all": Choice({"exchange": "counter"}, ahead=1 << 20, every=True),
     "cooperative": Choice({"cooperative": True}),
 }
 
 TRACE = {
-    "words, with a trace": Choice({"trace": True}),
-    "counters, with a trace": Choice({"trace": True, "exchange": "counter"}),
+    "with a trace": Choice({"trace": True}),
+    "words of qkv, with a trace": Choice({"trace": True, **counted(QKV)}),
 }
 
 

@@ -36,11 +36,13 @@ def test_rows(persistent: Any) -> None:
         batch = persistent.Batch(model, 1, 150)
         persistent.CHOICES["broken"] = persistent.Choice({"slab": -1})
         found = {row["variant"]: row for row in persistent.rows(batch, ["persistent", "one layer a launch", "broken"], 1)}
-        lines = [*persistent.trace(batch, "words, with a trace", "small", 2)]
+        lines = [*persistent.trace(batch, "with a trace", "small", 2)]
     assert [row["us"] for row in found.values()] == [12.5, 12.5, 12.5, None]
     assert "error" in found["persistent"]["note"]
     assert "Error" in found["broken"]["note"]
     assert all(persistent.line(row) for row in found.values())
     events = importlib.import_module("tokenspeed_kernel_nvidia.sm90.layers.config").EVENTS
-    assert [line[:36].rstrip() for line in lines[2:-1]] == [*events]
+    # With one token, the next layer adds the experts' results; with 150 keys, there is one split.
+    absent = {"w2 of all CTAs seen", "attention: partial results stored"}
+    assert [line[:36].rstrip() for line in lines[2:-1]] == [event for event in events if event not in absent]
     assert "nan" not in "".join(lines)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
@@ -47,7 +47,17 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, load_number, store_number, store_tagged, value_of
 from tokenspeed_kernel_nvidia.sm90.layers.qkv_device import Qkv
-from tokenspeed_kernel_nvidia.sm90.layers.tile_device import K_CACHE, LENGTH, SINKS, V_CACHE, WINDOW, LayerCall
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
+    HEAD,
+    K_CACHE,
+    LENGTH,
+    SINKS,
+    SPLIT,
+    TOKEN,
+    V_CACHE,
+    WINDOW,
+    LayerCall,
+)
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
 
 _HALF = HEAD_DIM // 2  # elements d and d + 32 of a head are rotated together
@@ -72,12 +82,14 @@ class Attend(Qkv):
         """Loads what all layers need for this CTA's token into shared memory. ``call``: the call of any layer."""
         attention = call.given.attention
         item, _, _ = cute.arch.block_idx()
-        token = item // (attention.splits * attention.kv_heads)
+        pair = item >> attention.split_bits
+        token = pair // attention.kv_heads
         thread = self.thread()
         if token < call.tokens:
             length = load_int(attention.lengths + Int64(token) * 4, False)
             if thread == 0:
-                call.kept[LENGTH] = length
+                call.kept[LENGTH], call.kept[TOKEN] = length, token
+                call.kept[HEAD], call.kept[SPLIT] = pair - token * attention.kv_heads, item & (attention.splits - 1)
             if thread < HEAD_DIM:
                 angle = load_floats("global", attention.table + Int64((length - 1) * attention.table_pitch + thread) * 4, 1)
                 store_floats("shared", call.angles + thread * 4, [angle])
@@ -87,26 +99,28 @@ class Attend(Qkv):
 
     @cute.jit
     def attend(self, call: LayerCall, warp: Int32):
-        """Computes this CTA's share of attention. A CTA has at most one split of one token and key head."""
+        """Computes this CTA's share of attention. A CTA has at most one split of one token and key head. If there are few keys, a
+        single CTA computes them, and the others have nothing to do."""
         attention = call.given.attention
         item, _, _ = cute.arch.block_idx()
-        items = call.tokens * attention.kv_heads * attention.splits
+        items = call.tokens * attention.kv_heads << attention.split_bits
         if item < items:
-            split = item % attention.splits
-            head = item // attention.splits % attention.kv_heads
-            token = item // (attention.splits * attention.kv_heads)
-            length = call.kept[LENGTH]
+            length, token, head, split = call.kept[LENGTH], call.kept[TOKEN], call.kept[HEAD], call.kept[SPLIT]
             first = cutlass.max(length - Int32(call.address(WINDOW)), 0)
             base = first - first % KEYS
             tiles = (length - base + KEYS - 1) // KEYS
-            share = (tiles + attention.splits - 1) // attention.splits * KEYS
-            begin = base + split * share
-            end = cutlass.min(begin + share, length)
-            sink = self.load_sink(call, warp, head, split)
-            self.attend_to_keys(call, warp, token, head, split, length, first, begin, end)
-            self.await_all(call, warp, PARTIALS, items)
-            if warp < _COMBINERS:
-                self.combine_splits(call, warp, token, head, split, sink)
+            if tiles <= MMA_WARPS:
+                if split == 0:
+                    self.attend_to_keys(call, warp, token, head, split, length, first, base, length, True)
+            else:
+                share = (tiles + attention.splits - 1 >> attention.split_bits) * KEYS
+                begin = base + split * share
+                sink = self.load_sink(call, warp, head, split)
+                self.attend_to_keys(call, warp, token, head, split, length, first, begin, cutlass.min(begin + share, length), False)
+                self.publish(call, PARTIALS)
+                self.await_all(call, warp, PARTIALS, items)
+                if warp < _COMBINERS:
+                    self.combine_splits(call, warp, token, head, split, sink)
             self.publish(call, ATTENDED)
             # The other warps must not poll the attention's output while these warps combine: their loads would delay all others.
             self.synchronise()
@@ -114,9 +128,10 @@ class Attend(Qkv):
     @cute.jit
     def attend_to_keys(
         self, call: LayerCall, warp: Int32, token: Int32, head: Int32, split: Int32, length: Int32, first: Int32, begin: Int32,
-        end: Int32,
+        end: Int32, whole: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Stores the partial result of a split: of the keys from ``begin`` to ``end`` that are not before ``first``."""
+        """Stores the partial result of a split: of the keys from ``begin`` to ``end`` that are not before ``first``. ``whole``: the
+        split has all keys, so the result is the attention's output."""
         attention = call.given.attention
         lane = self.thread() % 32
         k = cute.make_rmem_tensor((16,), Uint32)
@@ -169,7 +184,7 @@ class Attend(Qkv):
             tile = further
         self.store_warp(call, warp, lane, sums, largest, quad_sum(total))
         self.synchronise()
-        self.store_partial(call, token, head, split, cutlass.max(end - begin + KEYS - 1, 0) // KEYS)
+        self.store_results(call, token, head, split, cutlass.max(end - begin + KEYS - 1, 0) // KEYS, whole)
         # The attention's output will overwrite what the warps have stored.
         self.synchronise()
 
@@ -332,18 +347,27 @@ class Attend(Qkv):
             store_floats("shared", to + _MAXIMA + (GROUP_HEADS + lane // 4) * 4, [total])
 
     @cute.jit
-    def store_partial(self, call: LayerCall, token: Int32, head: Int32, split: Int32, tiles: Int32):
-        """Adds the results of the warps that had a tile, and stores the CTA's partial result: two elements of a head per thread."""
+    def store_results(
+        self, call: LayerCall, token: Int32, head: Int32, split: Int32, tiles: Int32, whole: cutlass.Constexpr[bool]
+    ):
+        """Adds the results of the warps that had a tile, two elements of a head per thread. Stores the CTA's partial result, or the
+        attention's output if there are no other splits."""
         attention = call.given.attention
         thread = self.thread()
         row, column = thread // 32, thread % 32 * 2
         warps = cutlass.min(tiles, MMA_WARPS)
         if row < attention.group:
-            source = call.rows + _WARPS_AT
+            query = head * attention.group + row
             largest = Float32(_NONE)
+            if const_expr(whole):
+                largest = load_floats("global", call.address(SINKS) + Int64(query) * 4, 1) * LOG2_E
+            sink = largest
+            source = call.rows + _WARPS_AT
             for each in cutlass.range(warps, unroll=1):
                 largest = cute.arch.fmax(largest, load_floats("shared", source + each * WARP_BYTES + _MAXIMA + row * 4, 1))
             total, low, high = Float32(0.0), Float32(0.0), Float32(0.0)
+            if const_expr(whole):
+                total = exp2(sink - largest)
             for each in cutlass.range(warps, unroll=1):
                 at = source + each * WARP_BYTES
                 factor = exp2(load_floats("shared", at + _MAXIMA + row * 4, 1) - largest)
@@ -351,24 +375,29 @@ class Attend(Qkv):
                 both = load_floats("shared", at + (row * HEAD_DIM + column) * 4, 2)
                 low += factor * both[0]
                 high += factor * both[1]
-            to = self.partial_at(call, token, head * attention.group + row, split)
-            store_number(to + column * 8, low, call.tag)
-            store_number(to + column * 8 + 8, high, call.tag)
-            if column == 0:
-                store_number(to + HEAD_DIM * 8, largest, call.tag)
-                store_number(to + HEAD_DIM * 8 + 8, total, call.tag)
-        self.publish(call, PARTIALS)
+            if const_expr(whole):
+                inverse = 1.0 / total
+                to = attention.attended + Int64(token * call.given.width + query * HEAD_DIM + column) * 4
+                store_tagged(to, self.rounded(low * inverse), call.tag)
+                store_tagged(to + 4, self.rounded(high * inverse), call.tag)
+            else:
+                to = self.partial_at(call, token, query, split)
+                store_number(to + column * 8, low, call.tag)
+                store_number(to + column * 8 + 8, high, call.tag)
+                if column == 0:
+                    store_number(to + HEAD_DIM * 8, largest, call.tag)
+                    store_number(to + HEAD_DIM * 8 + 8, total, call.tag)
 
     def partial_at(self, call: LayerCall, token: Int32, head: Int32, split: Int32) -> Int64:
         """Returns the address of a partial result. ``head``: the query head."""
         attention = call.given.attention
-        return attention.partials + Int64((token * attention.heads + head) * attention.splits + split) * (PARTIAL_WORDS * 8)
+        return attention.partials + Int64(((token * attention.heads + head) << attention.split_bits) + split) * (PARTIAL_WORDS * 8)
 
     def element_of(self, call: LayerCall, warp: Int32, split: Int32) -> Int32:
         """Returns the first of the four elements, of all query heads of the key head, that a lane combines."""
-        splits = call.given.attention.splits
-        own = GROUP_HEADS * HEAD_DIM // splits  # elements of a CTA
-        return split * own + warp * (own // _COMBINERS) + self.thread() % 32 // splits * 4
+        bits = call.given.attention.split_bits
+        own = Int32(GROUP_HEADS * HEAD_DIM) >> bits  # elements of a CTA
+        return split * own + warp * (own // _COMBINERS) + (self.thread() % 32 >> bits) * 4
 
     def load_sink(self, call: LayerCall, warp: Int32, head: Int32, split: Int32) -> Float32:
         """Loads the sink of the head that a lane combines, in the scale of the scores."""
@@ -388,7 +417,7 @@ class Attend(Qkv):
         row, column = element // HEAD_DIM, element % HEAD_DIM
         query = head * attention.group + cutlass.min(row, attention.group - 1)
         numbers = cute.make_rmem_tensor((6,), Float32)
-        at = self.partial_at(call, token, query, lane % splits)
+        at = self.partial_at(call, token, query, lane & (splits - 1))
         self.load_numbers_of_all(call, [at + column * 8, at + column * 8 + 16, at + HEAD_DIM * 8], numbers)
         largest = numbers[4]
         for power in cutlass.range_constexpr(SPLITS.bit_length() - 1):
@@ -402,7 +431,7 @@ class Attend(Qkv):
                 other = cute.arch.shuffle_sync_bfly(results[each], offset=1 << power)
                 results[each] += cutlass.select_(1 << power < splits, other, Float32(0.0))
         inverse = 1.0 / (results[4] + exp2(sink - largest))
-        if (lane % splits == 0) & (row < attention.group):
+        if ((lane & (splits - 1)) == 0) & (row < attention.group):
             to = attention.attended + Int64(token * call.given.width + query * HEAD_DIM + column) * 4
             for each in cutlass.range_constexpr(4):
                 store_tagged(to + 4 * each, self.rounded(results[each] * inverse), call.tag)

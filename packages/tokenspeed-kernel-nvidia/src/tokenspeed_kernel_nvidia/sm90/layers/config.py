@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, GROUPS, MMA_WARPS, SHARED_BYTES, STAGES
@@ -37,10 +36,10 @@ LAYER_COUNTERS = COUNTERS + PAIRS + 4  # even, because the 64-bit words of a tra
 # the error flag.
 LEFT, TAG, FAILED = 0, 1, 2
 HEAD_WORDS = 32
-# The signal by which CTAs learn that exchanged rows are complete. "words": each 32-bit word holds a bfloat16 and the layer's tag.
-# "counter": a counter of CTAs in global memory. The words save a fence, an atomic and a load.
-Exchange = Literal["words", "counter"]
-EXCHANGES: tuple[Exchange, ...] = ("words", "counter")
+# The exchanges of rows between CTAs. An exchange uses a counter in global memory, and readers wait until all CTAs have counted up.
+# Or readers poll the words themselves: each 32-bit word holds a bfloat16 and the layer's tag. This saves a fence, an atomic and a
+# load, but readers that poll delay the writers.
+EXCHANGES = (OUT, QKV, PARTIALS, ATTENDED, TOTALS, LOGITS)
 # Bytes of shared memory in which attention has the query heads of a token, the new key and value, and the warps' partial results.
 Q_PITCH = 2 * HEAD_DIM + 16
 WARP_BYTES = 4 * GROUP_HEADS * (HEAD_DIM + 2)  # of a warp: sums of values, then each head's maximum and sum
@@ -70,7 +69,7 @@ class Config(StreamConfig):
 
     Attributes:
         tokens: the maximum number of tokens.
-        exchange: how CTAs learn that exchanged rows are complete, see `Exchange`.
+        counted: the exchanges that use counters, see `EXCHANGES`.
         most_stages: the maximum number of stages of the ring buffer.
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
         trace: whether the kernel stores the times of `EVENTS`.
@@ -78,7 +77,7 @@ class Config(StreamConfig):
     """
 
     tokens: int = 1
-    exchange: Exchange = "words"
+    counted: tuple[int, ...] = ()
     most_stages: int = STAGES
     cooperative: bool = False
     trace: bool = False
@@ -93,7 +92,14 @@ class Config(StreamConfig):
     def rows_room(self) -> int:
         """Bytes of the memory that holds, one after the other: the normalised input, what attention needs, the attention's output,
         and the normalised tokens with the rows of an entry (pairs of one expert that are computed together)."""
-        return max(self.tokens * WIDTH_PITCH, ATTEND_BYTES, self.rows_bytes + self.tokens * self.normed_pitch)
+        attend = ATTEND_BYTES + (self.normed_pitch if self.alone else 0)
+        return max(self.tokens * WIDTH_PITCH, attend, self.rows_bytes + self.tokens * self.normed_pitch)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one token. Then all CTAs add the experts' results themselves, and the token's row is prepared for the
+        experts before they are known."""
+        return self.tokens == 1
 
     @property
     def partials_bytes(self) -> int:
@@ -130,7 +136,7 @@ def config_of(
     tokens: int,
     *,
     slab: int = 4,
-    exchange: Exchange = "words",
+    counted: tuple[int, ...] = EXCHANGES,
     cooperative: bool = False,
     most: int = STAGES,
     trace: bool = False,
@@ -139,7 +145,7 @@ def config_of(
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
     room = next(room for room in TOKENS if room >= tokens)
     return Config(
-        "bfloat16", BLOCKS, 8, slab, tokens=room, exchange=exchange, most_stages=most, cooperative=cooperative, trace=trace,
+        "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative, trace=trace,
         tiles_of_cta=tiles,
     )  # fmt: skip
 

@@ -124,19 +124,17 @@ class Exchange(Stream):
 
     @cute.jit
     def publish(self, call: LayerCall, index: cutlass.Constexpr[int]):
-        """Announces this CTA's stores of tagged words, after these stores. With the exchange "counter", adds 1 to the counter. With
-        "words", does nothing, because readers poll the words."""
-        if const_expr(self.config.exchange == "counter"):
+        """Announces this CTA's stores of words, after these stores. Does nothing if readers poll the words themselves."""
+        if const_expr(index in self.config.counted):
             self.tell_all(call, index)
 
     @cute.jit
     def await_all(
         self, call: LayerCall, warp: Int32, index: cutlass.Constexpr[int], value: Int32, behind: cutlass.Constexpr[int] = 0
     ):
-        """Waits for other CTAs' words, before loads of these words. With the exchange "counter", waits until the counter equals
-        ``value``. With "words", does nothing, because the loads themselves poll the words. ``behind``: how many layers earlier the
-        words were stored."""
-        if const_expr(self.config.exchange == "counter"):
+        """Waits until the counter of an exchange equals ``value``, before loads of words. Does nothing if the loads themselves poll
+        the words. ``behind``: how many layers earlier the words were stored."""
+        if const_expr(index in self.config.counted):
             self.meet(call, warp, call.counter_of(opt_barrier(call.index) - behind, index), value)
 
     @cute.jit
@@ -154,6 +152,13 @@ class Exchange(Stream):
             left -= 1
         if missing != 0:
             self.give_up(call)
+
+    def token_and_row(self, thread: Int32, rows: Int32) -> Any:
+        """Divides threads among tokens, and the rows of a token. Divisions take about 0.05 us."""
+        if const_expr(self.config.alone):
+            return Int32(0), thread
+        token = thread // cutlass.max(rows, 1)
+        return token, thread - token * rows
 
     def rounded(self, x: Float32) -> Uint32:
         """Rounds to bfloat16. Both halves of the result hold the value."""

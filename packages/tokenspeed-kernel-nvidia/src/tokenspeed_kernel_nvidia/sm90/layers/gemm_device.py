@@ -104,17 +104,15 @@ class Gemm(Exchange):
             part = (group + 2 * (tile * parts)) % GROUPS  # the first part that this warpgroup computes
             while part < parts:
                 call.pipe.wait(at)
+                left_at, right_at = tokens_at + part * PART_BYTES, rows_at + at.stage * self.config.stage_bytes
                 left_bytes = row_bytes - part * PART_BYTES - own  # of the rows, from this warp's quarter on
-                for each in cutlass.range_constexpr(_LOADS):
-                    if each * UNIT_BYTES < left_bytes:
-                        left = load_words("shared", tokens_at + part * PART_BYTES + each * UNIT_BYTES, 4)
-                        right = [*load_words("shared", rows_at + at.stage * self.config.stage_bytes + each * UNIT_BYTES, 4)]
-                        acc = [sums[each, number] for number in range(4)]
-                        for half in cutlass.range_constexpr(2):
-                            operand = (left[2 * half], Uint32(0), left[2 * half + 1], Uint32(0))
-                            acc = mma_m16n8k16(self.dtype, acc, operand, right[2 * half : 2 * half + 2])
-                        for number in cutlass.range_constexpr(4):
-                            sums[each, number] = acc[number]
+                # Without a branch for each unit, all units' loads are issued together.
+                if left_bytes >= _LOADS * UNIT_BYTES:
+                    self.multiply_units(sums, left_at, right_at, range(_LOADS))
+                else:
+                    for each in cutlass.range_constexpr(_LOADS - 1):
+                        if each * UNIT_BYTES < left_bytes:
+                            self.multiply_units(sums, left_at, right_at, [each])
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 part += GROUPS
@@ -129,6 +127,18 @@ class Gemm(Exchange):
             self.release(call, at)
             at = skip(at, GROUPS, self.stages)
         return at
+
+    def multiply_units(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, units: Any) -> None:
+        """Adds the MMAs of some 64-byte units of rows."""
+        left = [load_words("shared", left_at + each * UNIT_BYTES, 4) for each in units]
+        right = [[*load_words("shared", right_at + each * UNIT_BYTES, 4)] for each in units]
+        for half in range(2):
+            for index, each in enumerate(units):
+                operand = (left[index][2 * half], Uint32(0), left[index][2 * half + 1], Uint32(0))
+                acc = [sums[each, number] for number in range(4)]
+                acc = mma_m16n8k16(self.dtype, acc, operand, right[index][2 * half : 2 * half + 2])
+                for number in range(4):
+                    sums[each, number] = acc[number]
 
     def sum_of_warps(self, call: LayerCall, token: Int32, row: Int32) -> Float32:
         """Returns an element of the GEMM's result without bias: the sum of the warps' partial sums. ``row``: the index among this

@@ -134,7 +134,7 @@ class Persistent(Route):
         page_size: Int32,
         kv_heads: Int32,
         group: Int32,
-        splits: Int32,
+        split_bits: Int32,
         scale: Float32,
         stream: cuda.CUstream,
     ):
@@ -149,7 +149,7 @@ class Persistent(Route):
         )  # fmt: skip
         attention = Attention(
             qkv, partials, attended, lengths, pages, slots_at, rope_table, page_pitch, token_pitch, head_pitch, pages_pitch,
-            slot_words, table_pitch, page_size, kv_heads, group, splits, scale,
+            slot_words, table_pitch, page_size, kv_heads, group, split_bits, scale,
         )  # fmt: skip
         given = Given(
             table, residual.iterator.toint(), out.iterator.toint(), head, outputs, totals, logits, activated, slots, tokens, width,
@@ -219,7 +219,8 @@ class Persistent(Route):
     def consume_layers(self, call: LayerCall, warp: Int32, tag: Int32):
         """Runs the MMA warps' steps of all layers."""
         at, to = Cursor(warp // PANEL_STRIPS, Int32(0)), first_to_fill()
-        self.store_input(call_of_layer(call, Int32(0), tag))
+        if const_expr(not self.config.alone):
+            self.store_input(call_of_layer(call, Int32(0), tag))
         self.prepare_attention(call)
         for index in cutlass.range(call.given.layers, unroll=1):
             of_layer = call_of_layer(call, index, tag)
@@ -229,6 +230,8 @@ class Persistent(Route):
             at = self.project(of_layer, warp, at)
             self.route(of_layer, warp, *ahead)
             at, to = self.consume(of_layer, warp, at, to)
+        if const_expr(self.config.alone):
+            self.store_output(call_of_layer(call, call.given.layers - 1, tag))
         if warp == 0:
             self.leave_layers(call, tag)
 
@@ -343,13 +346,20 @@ class Persistent(Route):
 
     @cute.jit
     def combine(self, call: LayerCall, warp: Int32):
-        """Waits until w2 is done, and writes this CTA's part of the output: the sum over slots, plus ``totals``, the residual
-        stream before the experts.
+        """Waits until w2 is done. Several tokens: writes this CTA's part of the output: the sum over slots, plus ``totals``, the
+        residual stream before the experts. For one token, the next layer does this.
 
         All MMA warps call this method.
         """
         layer = call.layer
         self.meet(call, warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
+        if const_expr(not self.config.alone):
+            self.combine_tokens(call)
+
+    @cute.jit
+    def combine_tokens(self, call: LayerCall):
+        """Writes this CTA's part of the output, also as words."""
+        layer = call.layer
         thread = self.thread()
         ctas, _, _ = cute.arch.grid_dim()
         cta, _, _ = cute.arch.block_idx()

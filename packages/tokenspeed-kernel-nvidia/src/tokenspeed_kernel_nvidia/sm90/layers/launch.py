@@ -154,14 +154,14 @@ class PersistentLayers:
         self._program = persistent_program(config)
         rows = [layer.row(*cache) for layer, cache in zip(weights, caches, strict=True)]
         self._table = torch.tensor(rows, dtype=torch.int64, device=device)
-        splits = splits_of(tokens, kv_heads, self.ctas)
+        split_bits = split_bits_of(tokens, kv_heads, self.ctas)
         # The trace follows the counters.
         self._counters = HEAD_WORDS + (layers + 1) * LAYER_COUNTERS
         self._trace_shape = (self.ctas if config.trace else 0, layers + 1, len(EVENTS))
         sizes = (
             4 * self._counters + 8 * math.prod(self._trace_shape), 4 * tokens * hidden, 4 * tokens * hidden,
             4 * tokens * plan.num_experts, 2 * pairs * plan.intermediate_size, 4 * pairs * hidden,
-            4 * tokens * (heads + 2 * kv_heads) * HEAD_DIM, 8 * tokens * heads * splits * PARTIAL_WORDS, 4 * tokens * width,
+            4 * tokens * (heads + 2 * kv_heads) * HEAD_DIM, 8 * (tokens * heads << split_bits) * PARTIAL_WORDS, 4 * tokens * width,
         )  # fmt: skip
         self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
         self._numbers = (
@@ -169,7 +169,7 @@ class PersistentLayers:
             plan.alpha, math.inf if plan.limit is None else plan.limit, plan.beta,
         )  # fmt: skip
         self._pitches = keys.stride()[:3]
-        self._attention = keys.shape[1], kv_heads, heads // kv_heads, splits, scale * LOG2_E
+        self._attention = page_size, kv_heads, heads // kv_heads, split_bits, scale * LOG2_E
 
     def __call__(self, x: Tensor, out: Tensor, lengths: Tensor, pages: Tensor, slots: Tensor) -> None:
         """Runs all layers on the current stream.
@@ -199,12 +199,10 @@ class PersistentLayers:
                 raise ValueError(f"persistent layers: {name} must be contiguous, got strides {given.stride()}")
         head, *memory = (each.data_ptr() for each in self._memory)
         outputs, totals, logits, activated, partial_slots, qkv, partials, attended = memory
-        page_size, kv_heads, group, splits, scale = self._attention
         self._program(
             x, out, self._table.data_ptr(), head, outputs, totals, logits, activated, partial_slots, *self._numbers,
             qkv, partials, attended, lengths.data_ptr(), pages.data_ptr(), slots.data_ptr(), self._table_of_angles.data_ptr(),
-            *self._pitches, pages.stride(0), slots.element_size() // 4, self._table_of_angles.stride(0), page_size, kv_heads, group,
-            splits, scale,
+            *self._pitches, pages.stride(0), slots.element_size() // 4, self._table_of_angles.stride(0), *self._attention,
         )  # fmt: skip
 
     @property
@@ -235,10 +233,10 @@ class PersistentLayers:
         return self._memory[0].view(torch.int32)
 
 
-def splits_of(tokens: int, kv_heads: int, ctas: int) -> int:
-    """Returns the number of CTAs that share the keys of a token and a key head: the largest power of two for which there are enough
-    CTAs."""
-    return 1 << min(ctas // (tokens * kv_heads), SPLITS).bit_length() - 1
+def split_bits_of(tokens: int, kv_heads: int, ctas: int) -> int:
+    """Returns the base-2 logarithm of the number of CTAs that share the keys of a token and a key head: the largest for which there
+    are enough CTAs."""
+    return min(ctas // (tokens * kv_heads), SPLITS).bit_length() - 1
 
 
 def _check(plan: MoEPlan, layers: int, tokens: int, heads: int, kv_heads: int, ctas: int, config: Config) -> None:

@@ -9,7 +9,15 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier
-from tokenspeed_kernel_nvidia.sm90.layers.config import EVENTS, HEAD_DIM, LAYER_COUNTERS, MOST_LAYERS, PAIRS, ROUTER_BYTES
+from tokenspeed_kernel_nvidia.sm90.layers.config import (
+    ATTEND_BYTES,
+    EVENTS,
+    HEAD_DIM,
+    LAYER_COUNTERS,
+    MOST_LAYERS,
+    PAIRS,
+    ROUTER_BYTES,
+)
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, Call, Layer
 
@@ -20,7 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, C
 ) = range(14)  # fmt: skip
 COLUMNS = 14
 # Indices of `LayerCall.kept`.
-FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP, QKV_FIRST_ROW, QKV_ROW_COUNT, LENGTH = range(7)
+FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP, QKV_FIRST_ROW, QKV_ROW_COUNT, LENGTH, TOKEN, HEAD, SPLIT = range(10)
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Attention:
         page_pitch, token_pitch, head_pitch: pitches of the caches, in elements.
         page_size: the number of keys of a page.
         kv_heads, group: the number of key heads, and the number of query heads of each.
-        splits: the number of CTAs that share the keys of a token and a key head; a power of two.
+        split_bits: the base-2 logarithm of the number of CTAs that share the keys of a token and a key head.
         scale: the softmax scale times log2(e).
     """
 
@@ -59,8 +67,13 @@ class Attention:
     page_size: Int32
     kv_heads: Int32
     group: Int32
-    splits: Int32
+    split_bits: Int32
     scale: Float32
+
+    @property
+    def splits(self) -> Int32:
+        """The number of CTAs that share the keys of a token and a key head."""
+        return Int32(1) << self.split_bits
 
     @property
     def heads(self) -> Int32:
@@ -127,8 +140,8 @@ class LayerCall(Call):
             warps' partial sums, this CTA's rows of the router, and the warps' sums of squares.
         chosen: the expert of each pair.
         kept: this CTA's first row of the projection, the number of its rows, the number of experts whose logits it computes,
-            whether one of its warps has given up, the first row and the number of rows of qkv, and the number of keys of the token
-            for which it computes attention.
+            whether one of its warps has given up, the first row and the number of rows of qkv, and its share of attention: the
+            number of keys, the token, the key head, and the split.
         table: a copy of the table of layers.
         angles: cosines and sines for that token.
         known_tiles, known_offsets: for each warp, the first tile of a layer with a window and of a layer without, and the tile's
@@ -176,6 +189,11 @@ class LayerCall(Call):
     def qkv_row_count(self) -> Int32:
         """The number of this CTA's rows of qkv."""
         return self.kept[QKV_ROW_COUNT]
+
+    @property
+    def input_at(self) -> Int32:
+        """The address in shared memory of the layer's input, for one token."""
+        return self.rows + ATTEND_BYTES
 
     def counter(self, index: Any) -> Int64:
         """Returns the address of a counter of this layer, computed from an opaque index, so that it occupies no register between
@@ -229,7 +247,7 @@ def storage_of(config: Any) -> Any:
         items: cute.struct.MemRange[Int32, config.stages]
         partial_items: cute.struct.MemRange[Int32, BUFFERS]
         sizes: cute.struct.MemRange[Int32, 2]
-        kept: cute.struct.MemRange[Int32, 8]
+        kept: cute.struct.MemRange[Int32, 10]
         known_tiles: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
         known_offsets: cute.struct.MemRange[Int64, 2 * MMA_WARPS]
         table: cute.struct.MemRange[Int64, COLUMNS * MOST_LAYERS]

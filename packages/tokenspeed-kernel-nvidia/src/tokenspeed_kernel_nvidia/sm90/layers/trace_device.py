@@ -198,6 +198,11 @@ class Traced(Persistent):
         self.mark(call, _INPUT_SEEN if const_expr(pitch == WIDTH_PITCH) else _TOTALS_SEEN)
 
     @cute.jit
+    def load_input(self, call: LayerCall, warp: Int32):
+        Persistent.load_input(self, call, warp)
+        self.mark(call, _INPUT_SEEN)
+
+    @cute.jit
     def normalise_input(self, call: LayerCall, norm: list, column: Int32, live: Any):
         Persistent.normalise_input(self, call, norm, column, live)
         self.mark(call, _INPUT_NORMED)
@@ -271,9 +276,9 @@ class Traced(Persistent):
         return at
 
     @cute.jit
-    def sum_of_slots(self, call: LayerCall, token: Int32, column: Int32):
-        self.mark(call, _DONE, first=True)
-        return Persistent.sum_of_slots(self, call, token, column)
+    def combine_tokens(self, call: LayerCall):
+        self.mark(call, _DONE)
+        Persistent.combine_tokens(self, call)
 
     @cute.jit
     def combine(self, call: LayerCall, warp: Int32):
