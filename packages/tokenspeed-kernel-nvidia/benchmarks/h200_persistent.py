@@ -44,7 +44,7 @@ from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import config_of as mm_config_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
-from tokenspeed_kernel_nvidia.sm90.layers.config import ATTENDED, EXCHANGES, HEAD_DIM, PARTIALS, QKV, Config, config_of
+from tokenspeed_kernel_nvidia.sm90.layers.config import ATTENDED, EXCHANGES, HEAD_DIM, PARTIALS, QKV, TOTALS, Config, config_of
 from tokenspeed_kernel_nvidia.sm90.layers.launch import LayerWeights, PersistentLayers, persistent_program
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of as stream_config_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import stream_program
@@ -63,13 +63,11 @@ class Choice:
 
     Attributes:
         config: options of `config_of`.
-        ahead: bytes of the next layer's weights of qkv that each CTA prefetches into L2.
         together: whether one launch runs all layers.
         every: whether the variant is measured for every number of tokens, not only for one token.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
-    ahead: int = 0
     together: bool = True
     every: bool = False
 
@@ -84,10 +82,10 @@ def counted(*words: int) -> dict[str, Any]:
 
 CHOICES = {
     "persistent": Choice(every=True),
-    "ahead 64 KB": Choice(ahead=64 << 10, every=True),
-    "ahead, all": Choice(ahead=1 << 20, every=True),
     "one layer a launch": Choice(together=False, every=True),
     "words": Choice({"counted": ()}, every=True),
+    "counters": Choice({"counted": EXCHANGES}),
+    "words of totals": Choice(counted(QKV, ATTENDED, TOTALS)),
     "words of qkv": Choice(counted(QKV), every=True),
     "words of attention": Choice(counted(QKV, ATTENDED), every=True),
     "words but partials": Choice({"counted": (PARTIALS,)}, every=True),
@@ -96,10 +94,7 @@ CHOICES = {
     "cooperative": Choice({"cooperative": True}),
 }
 
-TRACE = {
-    "with a trace": Choice({"trace": True}),
-    "words of qkv, with a trace": Choice({"trace": True, **counted(QKV)}),
-}
+TRACE = {"with a trace": Choice({"trace": True}), "words of qkv, with a trace": Choice({"trace": True, **counted(QKV)})}
 
 
 class Model:
@@ -212,7 +207,6 @@ class Batch:
         return [
             PersistentLayers(
                 self.model.weights[some], self.caches[some], self.tokens, self.table, self.model.plan, eps=EPS, config=config,
-                ahead=choice.ahead,
             )
             for some in ranges
         ]  # fmt: skip

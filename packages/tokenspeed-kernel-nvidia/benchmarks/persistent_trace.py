@@ -43,9 +43,9 @@ def table(trace: Tensor) -> Iterator[str]:
 
     The first layer is left out, because no layer precedes it. ``step`` is the time since the CTA's preceding event, as a median
     over CTAs, layers and rounds. ``max`` is the longest step of all CTAs, as a median over layers and rounds. A CTA without the
-    event is left out. ``at`` is the time since the CTA has written the preceding layer's output. ``last CTA`` is the time from the
-    median CTA's event to the last CTA's event. Events that no CTA has are left out. Events of the producer and of the epilogue overlap other steps, so they have neither
-    ``step`` nor ``max``.
+    event is left out, and so are events that no CTA has. ``at`` is the time since the CTA has written the preceding layer's output.
+    ``last CTA`` is the time from the median CTA's event to the last CTA's event. Events of the producer and of the epilogue overlap
+    other steps, so they have neither ``step`` nor ``max``.
     """
     own, common = times_of(trace)
     chain = torch.where(own[..., :CHAIN].isnan(), -torch.inf, own[..., :CHAIN]).cummax(-1).values

@@ -183,7 +183,7 @@ def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, tiles: int) -> N
     found = []
     for options, counted in (({"seed": 1}, EXCHANGES), ({"seed": 2}, ()), ({"seed": 3, "copies": "late"}, EXCHANGES)):
         with hopper(**options):
-            out, launched = model.run(ctas, launches=2, config=config_of(sizes[0], tiles=tiles, counted=counted), ahead=4096)
+            out, launched = model.run(ctas, launches=2, config=config_of(sizes[0], tiles=tiles, counted=counted))
             assert not launched.failed
             assert launched.counters_are_zero
         found.append(out)
@@ -196,7 +196,7 @@ def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, tiles: int) -> N
 def test_layers_on_the_device(sm90: torch.device, tokens: int, keys: int, options: dict[str, Any]) -> None:
     """Asserts that launches and replays of a graph give bitwise equal results."""
     model = Model(tokens, 4, 2880, 2880, 32, 4, 8, 8, keys, 64, sm90)
-    out, launched = model.run(config=config_of(tokens, **options), ahead=1 << 16)
+    out, launched = model.run(config=config_of(tokens, **options))
     assert not launched.failed
     model.check(out)
     again = torch.empty_like(out)
@@ -220,7 +220,7 @@ def test_variants(hopper: Any, options: dict[str, Any]) -> None:
     """Asserts that the variants which the benchmark measures give bitwise equal results."""
     model = Model(2, 2, 64, 96, 8, 2, 1, 2, 40)
     with hopper(seed=1):
-        out, launched = model.run(7, config=config_of(2, **options), ahead=4096)
+        out, launched = model.run(7, config=config_of(2, **options))
         assert not launched.failed
         wanted, _ = model.run(7, config=config_of(2))
     model.check(out)

@@ -76,7 +76,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     rows, size = arguments.rows, arguments.size
     tokens, hidden = size(), size(divisibility=32)
     residual, out = rows(config.dtype, tokens, hidden), rows(config.dtype, size(), tokens, hidden)
-    numbers = [*(Int64(0) for _ in range(7)), *(Int32(0) for _ in range(7)), *(Float32(0) for _ in range(4))]
+    numbers = [*(Int64(0) for _ in range(7)), *(Int32(0) for _ in range(6)), *(Float32(0) for _ in range(4))]
     numbers += [*(Int64(0) for _ in range(10)), *(Int32(0) for _ in range(7)), Float32(0)]
     return residual, out, *numbers, arguments.stream()
 
@@ -88,7 +88,7 @@ class Persistent(Route):
       write the layer's output;
     * warp 12, the producer, streams this CTA's rows of the weights of qkv and of the projection into the ring buffer, and its rows
       of the router beside it. Once the experts are known, it streams panels of w13 and w2 through the same ring buffer, and goes on
-      with the next layer's weights of qkv. While the experts are being chosen, it can prefetch these weights into L2;
+      with the next layer's weights of qkv. It prefetches dense weights that do not fit into the ring buffer into L2;
     * warps 13-14 run `stream`'s epilogue.
 
     Shared memory holds the ring buffer (18 stages for one token), the rows of the router, and the tokens. The kernel is
@@ -112,7 +112,6 @@ class Persistent(Route):
         intermediate: Int32,
         top_k: Int32,
         ctas: Int32,
-        ahead: Int32,
         polls: Int32,
         eps: Float32,
         alpha: Float32,
@@ -153,7 +152,7 @@ class Persistent(Route):
         )  # fmt: skip
         given = Given(
             table, residual.iterator.toint(), out.iterator.toint(), head, outputs, totals, logits, activated, slots, tokens, width,
-            layers, ahead, polls, eps, layer, attention,
+            layers, polls, eps, layer, attention,
         )  # fmt: skip
         self.run(given).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=not self.config.cooperative,
@@ -262,8 +261,6 @@ class Persistent(Route):
             qkv_rows, hidden = of_layer.qkv_row_count, of_layer.layer.hidden
             at = self.load_tiles(of_layer, at, QKV_WEIGHT, of_layer.qkv_first_row, qkv_rows, hidden * 2)
             at = self.load_tiles(of_layer, at, PROJECTION, of_layer.first_row, of_layer.row_count, given.width * 2)
-            if index + 1 < given.layers:
-                self.prefetch_qkv(of_layer)
             cute.arch.mbarrier_wait(call.routed, index & 1)
             at = self.load_experts(of_layer, at)
             at = self.tell(of_layer, at, item_code(COMBINE))
@@ -295,6 +292,9 @@ class Persistent(Route):
             count = cutlass.min(row_count - tile, TILE)
             for part in cutlass.range(0, row_bytes, PART_BYTES, unroll=1):
                 size = cutlass.min(row_bytes - part, PART_BYTES)
+                if stages == self.stages:
+                    # The ring buffer is full until MMA warps begin with these weights. Memory is idle meanwhile.
+                    self.prefetch_rows(first + Int64(tile) * row_bytes, (row_count - tile) * row_bytes)
                 call.pipe.acquire(at)
                 # One row for each lane: a single lane would need longer to issue the copies than memory to deliver them.
                 row = cute.arch.lane_idx()
@@ -311,15 +311,10 @@ class Persistent(Route):
         return at
 
     @cute.jit
-    def prefetch_qkv(self, call: LayerCall):
-        """Prefetches this CTA's first rows of the next layer's weights of qkv into L2. The rows are contiguous."""
-        given = call.given
-        row_bytes = call.layer.hidden * 2
-        size = cutlass.min(given.ahead, call.qkv_row_count * row_bytes)
-        source = call.address_of(call.index + 1, QKV_WEIGHT) + Int64(call.qkv_first_row) * row_bytes
-        for done in cutlass.range(0, size, PIECE_BYTES, unroll=1):
-            if cute.arch.lane_idx() == 0:
-                prefetch_bulk(source + done, cutlass.min(size - done, PIECE_BYTES))
+    def prefetch_rows(self, source: Int64, size: Int32):
+        """Prefetches consecutive bytes into L2."""
+        for done in cutlass.range(cute.arch.lane_idx() * PIECE_BYTES, size, 32 * PIECE_BYTES, unroll=1):
+            prefetch_bulk(source + done, cutlass.min(size - done, PIECE_BYTES))
 
     @cute.jit
     def load_experts(self, call: LayerCall, at: Any):

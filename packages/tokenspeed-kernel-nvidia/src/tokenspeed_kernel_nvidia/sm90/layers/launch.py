@@ -110,7 +110,6 @@ class PersistentLayers:
         eps: added to the mean square.
         config: the configuration; None for that of `config_of`.
         ctas: the number of CTAs; None for one per SM.
-        ahead: how many bytes of the next layer's weights of qkv a CTA prefetches into L2 while experts are being chosen.
         polls: how often a warp polls before it gives up.
 
     Raises:
@@ -128,7 +127,6 @@ class PersistentLayers:
         eps: float = 1e-5,
         config: Config | None = None,
         ctas: int | None = None,
-        ahead: int = 0,
         polls: int = POLLS,
     ) -> None:
         layers, device = len(weights), weights[0].qkv.device
@@ -165,7 +163,7 @@ class PersistentLayers:
         )  # fmt: skip
         self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
         self._numbers = (
-            width, plan.num_experts, plan.intermediate_size, plan.top_k, self.ctas, ahead, polls, eps,
+            width, plan.num_experts, plan.intermediate_size, plan.top_k, self.ctas, polls, eps,
             plan.alpha, math.inf if plan.limit is None else plan.limit, plan.beta,
         )  # fmt: skip
         self._pitches = keys.stride()[:3]

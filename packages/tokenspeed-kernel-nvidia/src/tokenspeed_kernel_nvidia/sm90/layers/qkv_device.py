@@ -14,13 +14,15 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, release_add, store_words_shared
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import pack, store_floats, store_words, widened
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, pack, store_floats, store_words, widened
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
 from tokenspeed_kernel_nvidia.sm90.layers.config import OUT, QKV, WIDTH_PITCH
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import load_tagged, store_tagged, value_of, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK, Gemm
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import INPUT_NORM, QKV_BIAS, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
+
+_SLOTS = 4  # slots of the experts' results that a thread loads at once
 
 
 class Qkv(Gemm):
@@ -89,9 +91,7 @@ class Qkv(Gemm):
             for pair in cutlass.range_constexpr(4):
                 words[pair] = loaded[pair]
         else:
-            for half in cutlass.range_constexpr(2):
-                both = self.output_words(call, column + 4 * half)
-                words[2 * half], words[2 * half + 1] = both[0], both[1]
+            self.load_output(call, column, words)
         square = Float32(0.0)
         for pair in cutlass.range_constexpr(4):
             low, high = widened(self.dtype, words[pair])
@@ -108,16 +108,26 @@ class Qkv(Gemm):
                 self.store_own(call, call.index - 1, column, words)
 
     @cute.jit
-    def output_words(self, call: LayerCall, column: Int32):
-        """Returns four elements of the token after the experts, two per word: the sum over slots, plus ``totals``."""
-        before = load_tagged(call.given.totals + Int64(column) * 4)
-        expert = self.sum_of_slots(call, Int32(0), column)
-        words = []
-        for half in cutlass.range_constexpr(2):
+    def load_output(self, call: LayerCall, column: Int32, words: cute.Tensor):
+        """Computes eight elements of the token after the experts, two per word: the sum over slots, plus ``totals``."""
+        before = [*load_tagged(call.given.totals + Int64(column) * 4), *load_tagged(call.given.totals + Int64(column) * 4 + 16)]
+        sums = cute.make_rmem_tensor((CHUNK,), Float32)
+        sums.fill(0.0)
+        # Without branches, so that the loads of some slots are issued together.
+        for begin in cutlass.range(0, call.layer.top_k, _SLOTS, unroll=1):
+            found = []
+            for each in cutlass.range_constexpr(_SLOTS):
+                slot = cutlass.min(begin + each, call.layer.top_k - 1)
+                at = call.slots + (Int64(slot) * call.layer.hidden + column) * 4
+                found.append([*load_floats("global.cg", at, 4), *load_floats("global.cg", at + 16, 4)])
+            for each in cutlass.range_constexpr(_SLOTS):
+                for number in cutlass.range_constexpr(CHUNK):
+                    live = begin + each < call.layer.top_k
+                    sums[number] += cutlass.select_(live, found[each][number], Float32(0.0))
+        for pair in cutlass.range_constexpr(CHUNK // 2):
             # Round like the operator's result, then add the residual stream.
-            low, high = widened(self.dtype, pack(self.dtype, expert[2 * half], expert[2 * half + 1]))
-            words.append(pack(self.dtype, low + value_of(before[2 * half]), high + value_of(before[2 * half + 1])))
-        return words
+            low, high = widened(self.dtype, pack(self.dtype, sums[2 * pair], sums[2 * pair + 1]))
+            words[pair] = pack(self.dtype, low + value_of(before[2 * pair]), high + value_of(before[2 * pair + 1]))
 
     @cute.jit
     def store_own(self, call: LayerCall, layer: Int32, column: Int32, words: cute.Tensor):
@@ -135,9 +145,7 @@ class Qkv(Gemm):
         column = self.thread() * CHUNK
         if column < call.layer.hidden:
             words = cute.make_rmem_tensor((4,), Uint32)
-            for half in cutlass.range_constexpr(2):
-                both = self.output_words(call, column + 4 * half)
-                words[2 * half], words[2 * half + 1] = both[0], both[1]
+            self.load_output(call, column, words)
             self.store_own(call, call.index, column, words)
 
     @cute.jit

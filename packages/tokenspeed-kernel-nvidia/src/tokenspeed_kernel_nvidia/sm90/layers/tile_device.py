@@ -100,7 +100,6 @@ class Given:
         logits: tagged words ``[tokens, experts]``.
         activated, slots: the results of the experts' first GEMM, and the weighted results of the second, as in `stream`.
         tokens, width, layers: the numbers of tokens, of the projection's input features, and of layers.
-        ahead: how many bytes of the next layer's weights of qkv each CTA prefetches into L2 while the experts are being chosen.
         polls: how often a warp polls before it gives up and sets the error flag.
         eps: added to the mean square.
         layer: the experts' sizes and options. The addresses of weights are 0.
@@ -119,7 +118,6 @@ class Given:
     tokens: Int32
     width: Int32
     layers: Int32
-    ahead: Int32
     polls: Int32
     eps: Float32
     layer: Layer
