@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
@@ -25,6 +25,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     load_floats,
     load_int,
     mma_m16n8k16,
+    opt_barrier,
     pack,
     permute_bytes,
     quad_max,
@@ -109,14 +110,14 @@ class Attend(Qkv):
             first = cutlass.max(length - Int32(call.address(WINDOW)), 0)
             base = first - first % KEYS
             tiles = (length - base + KEYS - 1) // KEYS
-            if tiles <= MMA_WARPS:
-                if split == 0:
-                    self.attend_to_keys(call, warp, token, head, split, length, first, base, length, True)
-            else:
-                share = (tiles + attention.splits - 1 >> attention.split_bits) * KEYS
-                begin = base + split * share
-                sink = self.load_sink(call, warp, head, split)
-                self.attend_to_keys(call, warp, token, head, split, length, first, begin, cutlass.min(begin + share, length), False)
+            whole = tiles <= MMA_WARPS  # a single CTA has all keys
+            share = cutlass.select_(whole, tiles, tiles + attention.splits - 1 >> attention.split_bits) * KEYS
+            begin = base + split * share
+            sink = self.load_sink(call, warp, head, split)
+            if (not whole) | (split == 0):
+                end = cutlass.min(begin + share, length)
+                self.attend_to_keys(call, warp, token, head, split, length, first, begin, end, whole)
+            if not whole:
                 self.publish(call, PARTIALS)
                 self.await_all(call, warp, PARTIALS, items)
                 if warp < _COMBINERS:
@@ -128,7 +129,7 @@ class Attend(Qkv):
     @cute.jit
     def attend_to_keys(
         self, call: LayerCall, warp: Int32, token: Int32, head: Int32, split: Int32, length: Int32, first: Int32, begin: Int32,
-        end: Int32, whole: cutlass.Constexpr[bool],
+        end: Int32, whole: Boolean,
     ):  # fmt: skip
         """Stores the partial result of a split: of the keys from ``begin`` to ``end`` that are not before ``first``. ``whole``: the
         split has all keys, so the result is the attention's output."""
@@ -219,6 +220,7 @@ class Attend(Qkv):
         """Loads a tile of keys: of keys g and g + 8, 16 bytes of each half of the head, for lane 4 g + t. Keys before ``first`` are
         zeros, and so are keys from the newest on."""
         attention = call.given.attention
+        lane = opt_barrier(lane)  # else the rows' offsets would occupy registers in the loop over tiles
         base = call.address(K_CACHE) + (page_at + Int64(head) * attention.head_pitch) * 2 + lane % 4 * 16
         for each in cutlass.range_constexpr(4):
             row = each // 2 * 8 + lane // 4
@@ -233,6 +235,7 @@ class Attend(Qkv):
     ):
         """Loads a tile of values: elements 8 g to 8 g + 7 of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, for lane 4 g + t."""
         attention = call.given.attention
+        lane = opt_barrier(lane)
         base = call.address(V_CACHE) + (page_at + Int64(head) * attention.head_pitch) * 2 + lane // 4 * 16
         for each in cutlass.range_constexpr(4):
             row = each // 2 * 8 + lane % 4 * 2 + each % 2
@@ -348,7 +351,7 @@ class Attend(Qkv):
 
     @cute.jit
     def store_results(
-        self, call: LayerCall, token: Int32, head: Int32, split: Int32, tiles: Int32, whole: cutlass.Constexpr[bool]
+        self, call: LayerCall, token: Int32, head: Int32, split: Int32, tiles: Int32, whole: Boolean
     ):
         """Adds the results of the warps that had a tile, two elements of a head per thread. Stores the CTA's partial result, or the
         attention's output if there are no other splits."""
@@ -359,14 +362,14 @@ class Attend(Qkv):
         if row < attention.group:
             query = head * attention.group + row
             largest = Float32(_NONE)
-            if const_expr(whole):
+            if whole:
                 largest = load_floats("global", call.address(SINKS) + Int64(query) * 4, 1) * LOG2_E
             sink = largest
             source = call.rows + _WARPS_AT
             for each in cutlass.range(warps, unroll=1):
                 largest = cute.arch.fmax(largest, load_floats("shared", source + each * WARP_BYTES + _MAXIMA + row * 4, 1))
             total, low, high = Float32(0.0), Float32(0.0), Float32(0.0)
-            if const_expr(whole):
+            if whole:
                 total = exp2(sink - largest)
             for each in cutlass.range(warps, unroll=1):
                 at = source + each * WARP_BYTES
@@ -375,7 +378,7 @@ class Attend(Qkv):
                 both = load_floats("shared", at + (row * HEAD_DIM + column) * 4, 2)
                 low += factor * both[0]
                 high += factor * both[1]
-            if const_expr(whole):
+            if whole:
                 inverse = 1.0 / total
                 to = attention.attended + Int64(token * call.given.width + query * HEAD_DIM + column) * 4
                 store_tagged(to, self.rounded(low * inverse), call.tag)

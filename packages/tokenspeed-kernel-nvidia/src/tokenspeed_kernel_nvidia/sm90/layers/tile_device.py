@@ -13,6 +13,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     ATTEND_BYTES,
     EVENTS,
     HEAD_DIM,
+    HEAD_WORDS,
     LAYER_COUNTERS,
     MOST_LAYERS,
     PAIRS,
@@ -200,7 +201,8 @@ class LayerCall(Call):
 
     def counter_of(self, layer: Int32, index: Any) -> Int64:
         """Returns the address of a counter of a layer. Layer -1 has counters, too: for the first layer's input."""
-        return self.counters + Int64((layer + 1) * LAYER_COUNTERS + index) * 4
+        # From the launch's argument, which is a constant: ``counters`` would have to be kept in memory.
+        return self.given.head + Int64(HEAD_WORDS + (layer + 1) * LAYER_COUNTERS + index) * 4
 
     def output_of(self, layer: Int32) -> Int64:
         """Returns the address of a layer's output."""
