@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS
@@ -26,6 +26,17 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import GROUPS, MMA_WARPS
 CHUNK = 8  # elements of a token that a thread normalises
 BFLOAT16 = 2  # `Vector.kind` of bfloat16
 _LOADS = PART_BYTES // PANEL_STRIPS // UNIT_BYTES  # number of 16-byte loads of a lane in a stage
+
+
+def load_shared_if(address: Any, condition: Boolean) -> Any:
+    """Loads four consecutive words from shared memory if ``condition`` holds; otherwise returns zeros."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
+        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
+        "@p ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address, Int32(condition)],
+    )
 
 
 class Gemm(Exchange):
@@ -95,7 +106,8 @@ class Gemm(Exchange):
         tiles = (row_count + TILE - 1) // TILE
         own = strip * (PART_BYTES // PANEL_STRIPS)
         inside = own + lane % 4 * 16
-        # Lanes without a token read the last token's row; their results are not stored.
+        # Lanes without a token load nothing: for few tokens, shared memory is read mostly for the weights.
+        live = lane // 4 < call.tokens
         tokens_at = call.attended_at + cutlass.min(lane // 4, call.tokens - 1) * WIDTH_PITCH + inside
         rows_at = call.ring + lane // 4 * PART_PITCH + inside
         sums = cute.make_rmem_tensor((_LOADS, 4), Float32)
@@ -108,15 +120,15 @@ class Gemm(Exchange):
                 left_bytes = row_bytes - part * PART_BYTES - own  # of the rows, from this warp's quarter on
                 # Without a branch for each unit, all units' loads are issued together.
                 if left_bytes >= _LOADS * UNIT_BYTES:
-                    self.multiply_units(sums, left_at, right_at, range(_LOADS))
+                    self.multiply_units(sums, left_at, right_at, range(_LOADS), live)
                 else:
                     for each in cutlass.range_constexpr(_LOADS - 1):
                         if each * UNIT_BYTES < left_bytes:
-                            self.multiply_units(sums, left_at, right_at, [each])
+                            self.multiply_units(sums, left_at, right_at, [each], live)
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 part += GROUPS
-            if lane // 4 < call.tokens:
+            if live:
                 place = (warp * call.tokens + lane // 4) * self.config.rows_of_cta + tile * TILE + lane % 4 * 2
                 both = [(sums[0, number] + sums[1, number]) + (sums[2, number] + sums[3, number]) for number in range(2)]
                 store_floats("shared", call.partials_at + place * 4, both)
@@ -128,9 +140,9 @@ class Gemm(Exchange):
             at = skip(at, GROUPS, self.stages)
         return at
 
-    def multiply_units(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, units: Any) -> None:
-        """Adds the MMAs of some 64-byte units of rows."""
-        left = [load_words("shared", left_at + each * UNIT_BYTES, 4) for each in units]
+    def multiply_units(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, units: Any, live: Boolean) -> None:
+        """Adds the MMAs of some 64-byte units of rows. ``live``: whether this lane has a token."""
+        left = [load_shared_if(left_at + each * UNIT_BYTES, live) for each in units]
         right = [[*load_words("shared", right_at + each * UNIT_BYTES, 4)] for each in units]
         for half in range(2):
             for index, each in enumerate(units):

@@ -44,12 +44,15 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     Config,
 )
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import load_tagged, store_tagged, value_of
+from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import CHUNK
 from tokenspeed_kernel_nvidia.sm90.layers.route_device import Route
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     COLUMNS,
     EXPERT_COUNT,
     FIRST_ROW,
     GIVEN_UP,
+    OWN_END,
+    OWN_FIRST,
     PROJECTION,
     QKV_FIRST_ROW,
     QKV_ROW_COUNT,
@@ -196,6 +199,8 @@ class Persistent(Route):
                 call.kept[ROW_COUNT] = (cta + 1) * hidden // ctas - cta * hidden // ctas
                 call.kept[EXPERT_COUNT] = cutlass.max(given.layer.experts - cta + ctas - 1, 0) // ctas
                 call.kept[GIVEN_UP] = Int32(0)
+                chunks = hidden // CHUNK
+                call.kept[OWN_FIRST], call.kept[OWN_END] = cta * chunks // ctas, (cta + 1) * chunks // ctas
                 qkv_rows = given.attention.qkv_rows
                 call.kept[QKV_FIRST_ROW] = cta * qkv_rows // ctas
                 call.kept[QKV_ROW_COUNT] = (cta + 1) * qkv_rows // ctas - cta * qkv_rows // ctas

@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
 from tokenspeed_kernel_nvidia.sm90.layers.config import OUT, QKV, WIDTH_PITCH
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import load_tagged, store_tagged, value_of, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK, Gemm
-from tokenspeed_kernel_nvidia.sm90.layers.tile_device import INPUT_NORM, QKV_BIAS, LayerCall
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import INPUT_NORM, OWN_END, OWN_FIRST, QKV_BIAS, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
 
 _SLOTS = 4  # slots of the experts' results that a thread loads at once
@@ -131,10 +131,9 @@ class Qkv(Gemm):
 
     @cute.jit
     def store_own(self, call: LayerCall, layer: Int32, column: Int32, words: cute.Tensor):
-        """Stores eight elements of a layer's output, if they belong to this CTA. CTAs take turns."""
-        ctas, _, _ = cute.arch.grid_dim()
-        cta, _, _ = cute.arch.block_idx()
-        if self.thread() % ctas == cta:
+        """Stores eight elements of a layer's output, if they belong to this CTA."""
+        thread = self.thread()
+        if (thread >= call.kept[OWN_FIRST]) & (thread < call.kept[OWN_END]):
             to = call.output_of(layer) + Int64(column) * 2
             store_words(to, [words[0], words[1]])
             store_words(to + 8, [words[2], words[3]])

@@ -29,7 +29,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, C
 ) = range(14)  # fmt: skip
 COLUMNS = 14
 # Indices of `LayerCall.kept`.
-FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP, QKV_FIRST_ROW, QKV_ROW_COUNT, LENGTH, TOKEN, HEAD, SPLIT = range(10)
+FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP, QKV_FIRST_ROW, QKV_ROW_COUNT = range(6)
+LENGTH, TOKEN, HEAD, SPLIT, OWN_FIRST, OWN_END = range(6, 12)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class LayerCall(Call):
         chosen: the expert of each pair.
         kept: this CTA's first row of the projection, the number of its rows, the number of experts whose logits it computes,
             whether one of its warps has given up, the first row and the number of rows of qkv, and its share of attention: the
-            number of keys, the token, the key head, and the split.
+            number of keys, the token, the key head, and the split; and the range of threads that store the output of one token.
         table: a copy of the table of layers.
         angles: cosines and sines for that token.
         known_tiles, known_offsets: for each warp, the first tile of a layer with a window and of a layer without, and the tile's
@@ -247,7 +248,7 @@ def storage_of(config: Any) -> Any:
         items: cute.struct.MemRange[Int32, config.stages]
         partial_items: cute.struct.MemRange[Int32, BUFFERS]
         sizes: cute.struct.MemRange[Int32, 2]
-        kept: cute.struct.MemRange[Int32, 10]
+        kept: cute.struct.MemRange[Int32, 12]
         known_tiles: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
         known_offsets: cute.struct.MemRange[Int64, 2 * MMA_WARPS]
         table: cute.struct.MemRange[Int64, COLUMNS * MOST_LAYERS]
