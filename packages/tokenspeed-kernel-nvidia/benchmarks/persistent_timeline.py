@@ -11,12 +11,16 @@ The latencies of the exchanges, and of the steps from the projection on, are tho
 neither qkv nor attention. The others are estimates. The sum is 37.8 us.
 
 Measurements of `h200_persistent.py`, microseconds of a layer with a context of 1,024: one token 47.1 (commit 703aa7ad) and 48.4
-(41e20631), where today's launches took 49.6 and 49.4; four tokens 96.6 and 99.3, today's launches 82.6 and 82.2. Before it had most
-of its present structure, the kernel took 55.1 us for one token. These changes helped: counters instead of polled words for most
-exchanges (-4.7 us); one CTA instead of 16 for the 128 keys of a window, words for the exchanges of qkv and of the attention's
-output, the token's row prepared for the experts before these are known, and the experts' results added by every CTA instead of
-exchanging their sums (together -3.2). These changed little: addresses, lengths and angles in shared memory, several lanes that
-issue the copies of dense weights, and prefetching the dense weights that do not fit into the ring buffer.
+(41e20631), where today's launches took 49.6 and 49.4; four tokens 96.6 and 99.3, today's launches 82.6 and 82.2. A first version
+took 55.1 us for one token. What was tried since, and what it changed:
+
+* counters instead of polled words for all exchanges: -4.7; words for qkv and for the attention's output, counters for the others:
+  -0.7 more;
+* one CTA instead of 16 for the 128 keys of a window: about -2.5, as the mean of both kinds of layers;
+* addresses, lengths and angles in shared memory: -0.2; several lanes that issue the copies of dense weights, and L2 prefetches of
+  the dense weights that do not fit into the ring buffer: nothing;
+* removed again, because other steps became longer by as much: experts' results added by every CTA instead of exchanging their sums,
+  and the token's row prepared for the experts before these are known.
 
 Steps of the newest trace (41e20631), medians over CTAs, in us:
 
@@ -35,11 +39,10 @@ Steps of the newest trace (41e20631), medians over CTAs, in us:
 | w2: activations seen, rows split, first slab, MMAs | 3.2, 1.1, 0.2, 2.4 | 4.6, 1.2, 0.2, 12.1 |
 | w2 of all CTAs seen, output written | 4.1 | 6.8, 1.4 |
 
-What the trace says about the difference from the model: the GEMMs with dense weights take twice the estimate, and are not bound by
-memory (with warm weights they take as long). Each 1 KB of weights that a warp reads from shared memory came with as many reads of
-the token; lanes without a token no longer load it, which has not been measured. At the end of a layer, CTAs with one panel of w2
-wait 2.7 us for those with two. The compiled kernel has 119 KB of code, close to what an SM's instruction cache holds, and spills 25
-registers, above all in attention.
+What the trace says about the difference from the model: the GEMMs with dense weights take twice the estimate, although a part of
+the weights is in the ring buffer when they begin. For each 1 KB of weights, a warp read as much of the token from shared memory; now
+lanes without a token read nothing, which has not been measured. At the end of a layer, CTAs with one panel of w2 wait 2.7 us for
+those with two. The compiled kernel has 116 KB of code, which is close to what an SM's instruction cache holds.
 """
 
 from __future__ import annotations

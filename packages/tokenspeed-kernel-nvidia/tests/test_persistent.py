@@ -239,7 +239,7 @@ def test_trace(hopper: Any) -> None:
     assert torch.equal(out, wanted)
     events, (begin, timer, end, timer_at_end) = launched.trace[:, :-1], launched.trace[:, -1, :4].T
     assert (timer_at_end > timer).all()
-    # A CTA lacks events: with one token, CTAs add the experts' results in the next layer, and a layer with few keys has one split.
+    # A CTA lacks events: a layer with few keys has one split.
     for of_cta, first in zip(events[..., :CHAIN].flatten(1), begin, strict=True):
         present = of_cta[of_cta != 0]
         assert len(present) >= len(of_cta) - 4 * len(model.weights)

@@ -92,14 +92,7 @@ class Config(StreamConfig):
     def rows_room(self) -> int:
         """Bytes of the memory that holds, one after the other: the normalised input, what attention needs, the attention's output,
         and the normalised tokens with the rows of an entry (pairs of one expert that are computed together)."""
-        attend = ATTEND_BYTES + (self.normed_pitch if self.alone else 0)
-        return max(self.tokens * WIDTH_PITCH, attend, self.rows_bytes + self.tokens * self.normed_pitch)
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is one token. Then all CTAs add the experts' results themselves, and the token's row is prepared for the
-        experts before they are known."""
-        return self.tokens == 1
+        return max(self.tokens * WIDTH_PITCH, ATTEND_BYTES, self.rows_bytes + self.tokens * self.normed_pitch)
 
     @property
     def partials_bytes(self) -> int:
@@ -145,9 +138,8 @@ def config_of(
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
     room = next(room for room in TOKENS if room >= tokens)
     if counted is None:
-        # On an H200, microseconds of a layer with one token: 47.1 with words of qkv and of attention, 47.8 with counters only. With
-        # words only, other exchanges become slower.
-        counted = (PARTIALS, TOTALS, LOGITS) if room == 1 else EXCHANGES
+        # On an H200, microseconds of a layer with one token: 47.1 with words of qkv and of attention, 47.8 with counters only.
+        counted = (OUT, PARTIALS, TOTALS, LOGITS) if room == 1 else EXCHANGES
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative, trace=trace,
         tiles_of_cta=tiles,

@@ -155,7 +155,7 @@ class Exchange(Stream):
 
     def token_and_row(self, thread: Int32, rows: Int32) -> Any:
         """Divides threads among tokens, and the rows of a token. Divisions take about 0.05 us."""
-        if const_expr(self.config.alone):
+        if const_expr(self.config.tokens == 1):
             return Int32(0), thread
         token = thread // cutlass.max(rows, 1)
         return token, thread - token * rows

@@ -44,15 +44,12 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     Config,
 )
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import load_tagged, store_tagged, value_of
-from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import CHUNK
 from tokenspeed_kernel_nvidia.sm90.layers.route_device import Route
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     COLUMNS,
     EXPERT_COUNT,
     FIRST_ROW,
     GIVEN_UP,
-    OWN_END,
-    OWN_FIRST,
     PROJECTION,
     QKV_FIRST_ROW,
     QKV_ROW_COUNT,
@@ -199,8 +196,6 @@ class Persistent(Route):
                 call.kept[ROW_COUNT] = (cta + 1) * hidden // ctas - cta * hidden // ctas
                 call.kept[EXPERT_COUNT] = cutlass.max(given.layer.experts - cta + ctas - 1, 0) // ctas
                 call.kept[GIVEN_UP] = Int32(0)
-                chunks = hidden // CHUNK
-                call.kept[OWN_FIRST], call.kept[OWN_END] = cta * chunks // ctas, (cta + 1) * chunks // ctas
                 qkv_rows = given.attention.qkv_rows
                 call.kept[QKV_FIRST_ROW] = cta * qkv_rows // ctas
                 call.kept[QKV_ROW_COUNT] = (cta + 1) * qkv_rows // ctas - cta * qkv_rows // ctas
@@ -223,8 +218,7 @@ class Persistent(Route):
     def consume_layers(self, call: LayerCall, warp: Int32, tag: Int32):
         """Runs the MMA warps' steps of all layers."""
         at, to = Cursor(warp // PANEL_STRIPS, Int32(0)), first_to_fill()
-        if const_expr(not self.config.alone):
-            self.store_input(call_of_layer(call, Int32(0), tag))
+        self.store_input(call_of_layer(call, Int32(0), tag))
         self.prepare_attention(call)
         for index in cutlass.range(call.given.layers, unroll=1):
             of_layer = call_of_layer(call, index, tag)
@@ -234,8 +228,6 @@ class Persistent(Route):
             at = self.project(of_layer, warp, at)
             self.route(of_layer, warp, *ahead)
             at, to = self.consume(of_layer, warp, at, to)
-        if const_expr(self.config.alone):
-            self.store_output(call_of_layer(call, call.given.layers - 1, tag))
         if warp == 0:
             self.leave_layers(call, tag)
 
@@ -346,19 +338,18 @@ class Persistent(Route):
 
     @cute.jit
     def combine(self, call: LayerCall, warp: Int32):
-        """Waits until w2 is done. Several tokens: writes this CTA's part of the output: the sum over slots, plus ``totals``, the
-        residual stream before the experts. For one token, the next layer does this.
+        """Waits until w2 is done, and stores this CTA's part of the output: the sum over slots, plus ``totals``, the residual
+        stream before the experts.
 
         All MMA warps call this method.
         """
         layer = call.layer
         self.meet(call, warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
-        if const_expr(not self.config.alone):
-            self.combine_tokens(call)
+        self.store_output(call)
 
     @cute.jit
-    def combine_tokens(self, call: LayerCall):
-        """Writes this CTA's part of the output, also as words."""
+    def store_output(self, call: LayerCall):
+        """Stores this CTA's part of the output, also as words."""
         layer = call.layer
         thread = self.thread()
         ctas, _, _ = cute.arch.grid_dim()

@@ -44,7 +44,7 @@ class Project(Attend):
             for each in cutlass.range_constexpr(_AT_ONCE):
                 chunk = begin + each * PREPARING_THREADS + thread
                 if chunk < count:
-                    token = Int32(0) if const_expr(self.config.alone) else chunk // chunks
+                    token = Int32(0) if const_expr(self.config.tokens == 1) else chunk // chunks
                     both = [both_values(words[each * CHUNK + 2 * pair], words[each * CHUNK + 2 * pair + 1]) for pair in range(4)]
                     store_words_shared(call.attended_at + token * WIDTH_PITCH + (chunk - token * chunks) * (2 * CHUNK), both)
 
@@ -59,11 +59,8 @@ class Project(Attend):
         bias_of = Vector(call.address(PROJECTION_BIAS), Int32(BFLOAT16))
         bias = bias_of.load(call.first_row + row, live)
         element = Int64(cutlass.select_(live, token * hidden + call.first_row + row, 0)) * 4
-        if const_expr(self.config.alone):
-            before = self.half_at(call.input_at + cutlass.select_(live, call.first_row + row, 0) * 2)
-        else:
-            # All words of the input have arrived, because this CTA has read all of them before.
-            before = load_words("relaxed.gpu.global", call.given.outputs + element, 1)
+        # All words of the input have arrived, because this CTA has read all of them before.
+        before = load_words("relaxed.gpu.global", call.given.outputs + element, 1)
         self.load_attended(call, warp)
         self.synchronise()
         at = self.multiply_tiles(call, warp, at, rows, call.given.width * 2, False)
@@ -73,11 +70,3 @@ class Project(Attend):
             store_tagged(call.given.totals + element, self.rounded(projected + value_of(before)), call.tag)
         self.publish(call, TOTALS)
         return at
-
-    def half_at(self, address: Int32) -> Uint32:
-        """Loads a bfloat16 from shared memory into the upper half of a word, as in tagged words."""
-        return cute.arch.inline_ptx(
-            "{ .reg .b16 none, half; mov.b16 none, 0; ld.shared.b16 half, [{$r0}]; mov.b32 {$w0}, {none, half}; }",
-            write_only_types=[Uint32],
-            read_only_args=[address],
-        )

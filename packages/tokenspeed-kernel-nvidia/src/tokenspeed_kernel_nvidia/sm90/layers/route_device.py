@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
@@ -25,8 +25,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK
 from tokenspeed_kernel_nvidia.sm90.layers.project_device import Project
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import NORM, ROUTER_BIAS, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
-from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import shared_int, words_at
-from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W13, entry_code, entry_of, index_of, item_code, kind_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import words_at
 
 _NONE = -(1 << 31)  # for lanes without an expert, and for experts already chosen: below the sort key of every logit
 
@@ -87,8 +86,6 @@ class Route(Project):
         self.synchronise()
         self.store_logits(call, bias)
         self.publish(call, LOGITS)
-        if const_expr(self.config.alone):
-            self.prepare_token(call)
         self.await_all(call, warp, LOGITS, ctas)
         if warp < call.tokens:
             self.select_experts(call, warp)
@@ -193,31 +190,6 @@ class Route(Project):
         if lane < top_k:
             call.chosen[token * top_k + lane] = expert
             store_floats("shared", Int32(call.weights) + (token * top_k + lane) * 4, [own / total])
-
-    # -- the rows of experts -----------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def prepare_token(self, call: LayerCall):
-        """Prepares the only token for the first GEMM of any expert, while the logits of other CTAs arrive."""
-        if self.thread() == 0:
-            call.entries[0] = entry_code(Int32(0), Int32(0), Int32(1))
-            call.order[0] = Int32(0)
-        self.synchronise()
-        factors = cute.make_rmem_tensor((self.tiles,), Float32)
-        Project.prepare_rows(self, call, item_code(W13), factors)
-
-    @cute.jit
-    def prepare_rows(self, call: LayerCall, item: Int32, factors: cute.Tensor):
-        """Prepares the rows of an entry. For one token, the row of the first GEMM is there already."""
-        if const_expr(self.config.alone):
-            if kind_of(item) == W13:
-                self.mark_rows(call, item, entry_of(call.entries[index_of(item)]))
-                for tile in cutlass.range_constexpr(self.tiles):
-                    factors[tile] = float_of(shared_int(call.factors)[tile * 4 + cute.arch.lane_idx() % 4])
-            else:
-                Project.prepare_rows(self, call, item, factors)
-        else:
-            Project.prepare_rows(self, call, item, factors)
 
     # -- methods that `stream` calls ---------------------------------------------------------------------------------------------
 

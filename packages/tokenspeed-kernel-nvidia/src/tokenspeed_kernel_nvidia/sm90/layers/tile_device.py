@@ -10,7 +10,6 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier
 from tokenspeed_kernel_nvidia.sm90.layers.config import (
-    ATTEND_BYTES,
     EVENTS,
     HEAD_DIM,
     HEAD_WORDS,
@@ -30,7 +29,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, C
 COLUMNS = 14
 # Indices of `LayerCall.kept`.
 FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP, QKV_FIRST_ROW, QKV_ROW_COUNT = range(6)
-LENGTH, TOKEN, HEAD, SPLIT, OWN_FIRST, OWN_END = range(6, 12)
+LENGTH, TOKEN, HEAD, SPLIT = range(6, 10)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class LayerCall(Call):
         chosen: the expert of each pair.
         kept: this CTA's first row of the projection, the number of its rows, the number of experts whose logits it computes,
             whether one of its warps has given up, the first row and the number of rows of qkv, and its share of attention: the
-            number of keys, the token, the key head, and the split; and the range of threads that store the output of one token.
+            number of keys, the token, the key head, and the split.
         table: a copy of the table of layers.
         angles: cosines and sines for that token.
         known_tiles, known_offsets: for each warp, the first tile of a layer with a window and of a layer without, and the tile's
@@ -189,11 +188,6 @@ class LayerCall(Call):
     def qkv_row_count(self) -> Int32:
         """The number of this CTA's rows of qkv."""
         return self.kept[QKV_ROW_COUNT]
-
-    @property
-    def input_at(self) -> Int32:
-        """The address in shared memory of the layer's input, for one token."""
-        return self.rows + ATTEND_BYTES
 
     def counter(self, index: Any) -> Int64:
         """Returns the address of a counter of this layer, computed from an opaque index, so that it occupies no register between
@@ -248,7 +242,7 @@ def storage_of(config: Any) -> Any:
         items: cute.struct.MemRange[Int32, config.stages]
         partial_items: cute.struct.MemRange[Int32, BUFFERS]
         sizes: cute.struct.MemRange[Int32, 2]
-        kept: cute.struct.MemRange[Int32, 12]
+        kept: cute.struct.MemRange[Int32, 10]
         known_tiles: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
         known_offsets: cute.struct.MemRange[Int64, 2 * MMA_WARPS]
         table: cute.struct.MemRange[Int64, COLUMNS * MOST_LAYERS]

@@ -198,11 +198,6 @@ class Traced(Persistent):
         self.mark(call, _INPUT_SEEN if const_expr(pitch == WIDTH_PITCH) else _TOTALS_SEEN)
 
     @cute.jit
-    def load_input(self, call: LayerCall, warp: Int32):
-        Persistent.load_input(self, call, warp)
-        self.mark(call, _INPUT_SEEN)
-
-    @cute.jit
     def normalise_input(self, call: LayerCall, norm: list, column: Int32, live: Any):
         Persistent.normalise_input(self, call, norm, column, live)
         self.mark(call, _INPUT_NORMED)
@@ -276,9 +271,9 @@ class Traced(Persistent):
         return at
 
     @cute.jit
-    def combine_tokens(self, call: LayerCall):
+    def store_output(self, call: LayerCall):
         self.mark(call, _DONE)
-        Persistent.combine_tokens(self, call)
+        Persistent.store_output(self, call)
 
     @cute.jit
     def combine(self, call: LayerCall, warp: Int32):
