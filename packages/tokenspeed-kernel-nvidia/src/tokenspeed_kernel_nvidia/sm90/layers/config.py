@@ -21,7 +21,6 @@ PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
 TILE = 8  # rows of dense weights in a ring stage: the MMA's n
 TILES = 5  # maximum number of tiles per CTA: 5120 rows of qkv on 132 SMs are 39 rows per CTA, five tiles of 8
 PART_BYTES = 1024  # bytes of a row of dense weights in a ring stage: 256 for each warp of a warpgroup
-UNIT_BYTES = 64  # bytes of a row that a quad of lanes loads at once; rows have a multiple of this number of bytes
 # Row pitches of stages and activations are an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
 PART_PITCH = PART_BYTES + 64
 WIDTH_PITCH = 2 * WIDTH + 64

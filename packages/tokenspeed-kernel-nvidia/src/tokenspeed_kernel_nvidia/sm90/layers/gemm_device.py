@@ -18,14 +18,15 @@ from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_wor
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import skip
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, mma_m16n8k16, store_floats
-from tokenspeed_kernel_nvidia.sm90.layers.config import PART_BYTES, PART_PITCH, TILE, UNIT_BYTES, WIDTH_PITCH
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import QUAD_BYTES
+from tokenspeed_kernel_nvidia.sm90.layers.config import PART_BYTES, PART_PITCH, TILE, WIDTH_PITCH
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import Exchange, both_values, value_of, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import GROUPS, MMA_WARPS
 
 CHUNK = 8  # elements of a token that a thread normalises
 BFLOAT16 = 2  # `Vector.kind` of bfloat16
-_LOADS = PART_BYTES // PANEL_STRIPS // UNIT_BYTES  # number of 16-byte loads of a lane in a stage
+_LOADS = PART_BYTES // PANEL_STRIPS // QUAD_BYTES  # number of 16-byte loads of a lane in a stage
 
 
 def load_shared_if(address: Any, condition: Boolean) -> Any:
@@ -118,13 +119,13 @@ class Gemm(Exchange):
                 call.pipe.wait(at)
                 left_at, right_at = tokens_at + part * PART_BYTES, rows_at + at.stage * self.config.stage_bytes
                 left_bytes = row_bytes - part * PART_BYTES - own  # of the rows, from this warp's quarter on
-                # Without a branch for each unit, all units' loads are issued together.
-                if left_bytes >= _LOADS * UNIT_BYTES:
-                    self.multiply_units(sums, left_at, right_at, range(_LOADS), live)
+                # Without a branch for each piece, all pieces' loads are issued together.
+                if left_bytes >= _LOADS * QUAD_BYTES:
+                    self.multiply_pieces(sums, left_at, right_at, range(_LOADS), live)
                 else:
                     for each in cutlass.range_constexpr(_LOADS - 1):
-                        if each * UNIT_BYTES < left_bytes:
-                            self.multiply_units(sums, left_at, right_at, [each], live)
+                        if each * QUAD_BYTES < left_bytes:
+                            self.multiply_pieces(sums, left_at, right_at, [each], live)
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 part += GROUPS
@@ -140,12 +141,12 @@ class Gemm(Exchange):
             at = skip(at, GROUPS, self.stages)
         return at
 
-    def multiply_units(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, units: Any, live: Boolean) -> None:
-        """Adds the MMAs of some 64-byte units of rows. ``live``: whether this lane has a token."""
-        left = [load_shared_if(left_at + each * UNIT_BYTES, live) for each in units]
-        right = [[*load_words("shared", right_at + each * UNIT_BYTES, 4)] for each in units]
+    def multiply_pieces(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, pieces: Any, live: Boolean) -> None:
+        """Adds the MMAs of some 64-byte pieces of rows. ``live``: whether this lane has a token."""
+        left = [load_shared_if(left_at + each * QUAD_BYTES, live) for each in pieces]
+        right = [[*load_words("shared", right_at + each * QUAD_BYTES, 4)] for each in pieces]
         for half in range(2):
-            for index, each in enumerate(units):
+            for index, each in enumerate(pieces):
                 operand = (left[index][2 * half], Uint32(0), left[index][2 * half + 1], Uint32(0))
                 acc = [sums[each, number] for number in range(4)]
                 acc = mma_m16n8k16(self.dtype, acc, operand, right[index][2 * half : 2 * half + 2])
