@@ -40,9 +40,9 @@ Steps of the newest trace (41e20631), medians over CTAs, in us:
 | w2 of all CTAs seen, output written | 4.1 | 6.8, 1.4 |
 
 What the trace says about the difference from the model: the GEMMs with dense weights take twice the estimate, although a part of
-the weights is in the ring buffer when they begin. For each 1 KB of weights, a warp read as much of the token from shared memory; now
-lanes without a token read nothing, which has not been measured. At the end of a layer, CTAs with one panel of w2 wait 2.7 us for
-those with two. The compiled kernel has 116 KB of code, which is close to what an SM's instruction cache holds.
+the weights is in the ring buffer when they begin. For each 1 KB of weights, a warp read as much of the token from shared memory.
+Now lanes without a token read nothing, which has not been measured. At the end of a layer, CTAs with one panel of w2 wait 2.7 us
+for those with two. The compiled kernel has 116 KB of code, which is close to what an SM's instruction cache holds.
 """
 
 from __future__ import annotations

@@ -350,9 +350,7 @@ class Attend(Qkv):
             store_floats("shared", to + _MAXIMA + (GROUP_HEADS + lane // 4) * 4, [total])
 
     @cute.jit
-    def store_results(
-        self, call: LayerCall, token: Int32, head: Int32, split: Int32, tiles: Int32, whole: Boolean
-    ):
+    def store_results(self, call: LayerCall, token: Int32, head: Int32, split: Int32, tiles: Int32, whole: Boolean):
         """Adds the results of the warps that had a tile, two elements of a head per thread. Stores the CTA's partial result, or the
         attention's output if there are no other splits."""
         attention = call.given.attention

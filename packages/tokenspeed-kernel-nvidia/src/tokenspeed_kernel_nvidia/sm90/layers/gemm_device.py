@@ -44,9 +44,7 @@ class Gemm(Exchange):
     """The part of the kernel that loads rows of tokens, and multiplies them by dense weights. All MMA warps call these methods."""
 
     @cute.jit
-    def load_rows(
-        self, call: LayerCall, warp: Int32, source: Int64, tag: Int32, to: Int32, pitch: cutlass.Constexpr[int]
-    ):
+    def load_rows(self, call: LayerCall, warp: Int32, source: Int64, tag: Int32, to: Int32, pitch: cutlass.Constexpr[int]):
         """Waits until all CTAs have stored their words of some rows ``[tokens, hidden]``. Loads the rows into shared memory as
         bfloat16, and stores the warps' sums of squares there."""
         thread = self.thread()
@@ -119,13 +117,13 @@ class Gemm(Exchange):
                 call.pipe.wait(at)
                 left_at, right_at = tokens_at + part * PART_BYTES, rows_at + at.stage * self.config.stage_bytes
                 left_bytes = row_bytes - part * PART_BYTES - own  # of the rows, from this warp's quarter on
-                # Without a branch for each piece, all pieces' loads are issued together.
+                # Without a branch for each chunk, all chunks' loads are issued together.
                 if left_bytes >= _LOADS * QUAD_BYTES:
-                    self.multiply_pieces(sums, left_at, right_at, range(_LOADS), live)
+                    self.multiply_chunks(sums, left_at, right_at, range(_LOADS), live)
                 else:
                     for each in cutlass.range_constexpr(_LOADS - 1):
                         if each * QUAD_BYTES < left_bytes:
-                            self.multiply_pieces(sums, left_at, right_at, [each], live)
+                            self.multiply_chunks(sums, left_at, right_at, [each], live)
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 part += GROUPS
@@ -141,12 +139,12 @@ class Gemm(Exchange):
             at = skip(at, GROUPS, self.stages)
         return at
 
-    def multiply_pieces(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, pieces: Any, live: Boolean) -> None:
-        """Adds the MMAs of some 64-byte pieces of rows. ``live``: whether this lane has a token."""
-        left = [load_shared_if(left_at + each * QUAD_BYTES, live) for each in pieces]
-        right = [[*load_words("shared", right_at + each * QUAD_BYTES, 4)] for each in pieces]
+    def multiply_chunks(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, chunks: Any, live: Boolean) -> None:
+        """Adds the MMAs of some 64-byte chunks of rows. ``live``: whether this lane has a token."""
+        left = [load_shared_if(left_at + each * QUAD_BYTES, live) for each in chunks]
+        right = [[*load_words("shared", right_at + each * QUAD_BYTES, 4)] for each in chunks]
         for half in range(2):
-            for index, each in enumerate(pieces):
+            for index, each in enumerate(chunks):
                 operand = (left[index][2 * half], Uint32(0), left[index][2 * half + 1], Uint32(0))
                 acc = [sums[each, number] for number in range(4)]
                 acc = mma_m16n8k16(self.dtype, acc, operand, right[index][2 * half : 2 * half + 2])

@@ -191,9 +191,7 @@ class Traced(Persistent):
     # -- the MMA warps -----------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load_rows(
-        self, call: LayerCall, warp: Int32, source: Int64, tag: Int32, to: Int32, pitch: cutlass.Constexpr[int]
-    ):
+    def load_rows(self, call: LayerCall, warp: Int32, source: Int64, tag: Int32, to: Int32, pitch: cutlass.Constexpr[int]):
         Persistent.load_rows(self, call, warp, source, tag, to, pitch)
         self.mark(call, _INPUT_SEEN if const_expr(pitch == WIDTH_PITCH) else _TOTALS_SEEN)
 
