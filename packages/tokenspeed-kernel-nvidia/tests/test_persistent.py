@@ -69,8 +69,8 @@ class Model:
         ]  # fmt: skip
         self.plan = self.experts[0].plan
         self.x = self.normal(tokens, hidden)
-        # Sequences from the longest to the shortest. Pages that no sequence has hold NaN.
-        self.lengths = torch.tensor([max(keys - 5 * each, 1) for each in range(tokens)], dtype=torch.int32, device=device)
+        # Sequences from the longest to the shortest, some of which have a single split. Pages that no sequence has hold NaN.
+        self.lengths = torch.tensor([max(keys // (1 + 3 * each), 1) for each in range(tokens)], dtype=torch.int32, device=device)
         each = -(-keys // page_size)
         count = tokens * each + 3
         order = torch.randperm(count, generator=self.random, device=device).int()
@@ -171,7 +171,7 @@ def hopper() -> Any:
     ("sizes", "ctas", "tiles"),
     [
         ((1, 2, 64, 96, 8, 2, 1, 2, 300), 5, 8),
-        ((3, 1, 96, 64, 8, 4, 1, 3, 40), 7, 8),
+        ((3, 2, 96, 64, 8, 4, 1, 3, 400), 7, 8),
         pytest.param((2, 2, 192, 64, 16, 4, 2, 8, 100), 33, 5, marks=pytest.mark.slow),
     ],
     ids=str,

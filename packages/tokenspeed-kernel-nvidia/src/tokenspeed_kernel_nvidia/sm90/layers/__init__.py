@@ -1,1 +1,1 @@
-"""Layers of a decode step, from the output projection to the experts, in one persistent launch."""
+"""The layers of a decode step of few tokens, in one persistent launch."""

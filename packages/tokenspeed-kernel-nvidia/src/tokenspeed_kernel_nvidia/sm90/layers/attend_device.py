@@ -117,8 +117,8 @@ class Attend(Qkv):
             if (not whole) | (split == 0):
                 end = cutlass.min(begin + share, length)
                 self.attend_to_keys(call, warp, token, head, split, length, first, begin, end, whole)
+            self.publish(call, PARTIALS)  # by every CTA, because the counter is shared by all tokens
             if not whole:
-                self.publish(call, PARTIALS)
                 self.await_all(call, warp, PARTIALS, items)
                 if warp < _COMBINERS:
                     self.combine_splits(call, warp, token, head, split, sink)
