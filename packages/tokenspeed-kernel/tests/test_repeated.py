@@ -255,4 +255,4 @@ def test_a_repeated_launch_has_the_arguments_of_tritons_launch(name: str, hopper
             if isinstance(one, Tensor):
                 assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
             else:
-                assert one == other or other is None  # hooks, of which there are none, are not passed
+                assert one == other or other is None  # absent hooks are not passed
