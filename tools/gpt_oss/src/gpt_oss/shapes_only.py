@@ -62,8 +62,8 @@ def capture_calls(
         OSError: the file cannot be written, or is no capture.
     """
     with use_platform(device_of(arch)):
-        formats = {"activation_dtype": activation_dtype, "dense_weights": dense_weights}
-        model = GptOss(config, ShapesOnly(config, dtype), dtype, META, max_positions, **formats)
+        source = ShapesOnly(config, dtype)
+        model = GptOss(config, source, dtype, META, max_positions, activation_dtype=activation_dtype, dense_weights=dense_weights)
         cache = PagedKVCache(config, pages, page_size, dtype, META)
         with shape_capture(path):
             # A device with graphs runs the same decode passes as this engine, in the same static buffers.

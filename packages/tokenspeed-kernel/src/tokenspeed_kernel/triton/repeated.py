@@ -136,9 +136,9 @@ def _known(kernel: Any, compiled: Any, tensors: tuple[Tensor | None, ...], key: 
         return None
     driver = _triton_driver.driver.active
     sized = compiled.metadata.target.backend == "hip"
-    grid = (*launch.grid, 1, 1)[:3]
+    x, y, z, *_ = (*launch.grid, 1, 1)
     arguments = *launch.scalars, *(launch.options[name] for name in names[given:])
-    return _Known(key, _matching(tensors, make_guard, sized), driver, driver.get_current_device(), compiled, grid, arguments)
+    return _Known(key, _matching(tensors, make_guard, sized), driver, driver.get_current_device(), compiled, (x, y, z), arguments)
 
 
 def _matching(tensors: Sequence[Tensor | None], make_guard: Callable[..., Callable[..., bool]], sized: bool) -> Callable[..., bool]:
