@@ -281,7 +281,8 @@ class Recorder:
 
         recorder, run = self, JITFunction.run
 
-        def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            """Returns no program, so that launchers remember none and launch none."""
             began = time.monotonic()
             compiled = run(function, *args, grid=grid, warmup=True, **kwargs)
             if compiled is None:
@@ -295,7 +296,6 @@ class Recorder:
             fault = _faults(compiled, recorder.arch)
             if fault:
                 raise RuntimeError(f"{function.__name__}: {fault}")
-            return compiled
 
         @contextlib.contextmanager
         def replaced() -> Iterator[None]:

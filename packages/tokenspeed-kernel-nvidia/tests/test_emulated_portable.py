@@ -14,7 +14,7 @@ pytest.importorskip("sm90_emulator")
 if torch.cuda.is_available():  # other tests in this process may launch programs on a GPU
     pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process", allow_module_level=True)
 
-import tokenspeed_kernel  # noqa: F401  - registers the kernels
+import tokenspeed_kernel
 from sm90_emulator import emulated_sm90
 from sm90_emulator.machine import LaunchReport
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
@@ -54,6 +54,22 @@ def _launches(kernel: str, name: str, layout: Callable[[Tensor], Tensor] = lambd
 )
 def test_a_kernel_with_warpgroup_mma_agrees_with_the_reference_in_any_order(operator: str, name: str) -> None:
     assert any(launch.products for launch in _launches(f"triton_{operator}", name))
+
+
+@pytest.mark.parametrize(("weights", "name"), [("fp8", "fp8 weight only, per channel"), ("mx", "mxfp4 weight only")])
+def test_many_rows_meet_dequantised_weights(weights: str, name: str) -> None:
+    """PyTorch's GEMM runs on the CPU, after the emulated kernel."""
+    assert _launches(f"triton_mm_dequantised_{weights}", f"{name}, 600 tokens")
+
+
+def test_a_repeated_launch_runs_on_its_own_tensors() -> None:
+    x, weight = torch.randn(3, 5, 96).bfloat16(), torch.randn(96).bfloat16()
+    with emulated_sm90(triton=True) as emulator, torch.no_grad():
+        for rows in x:
+            got = tokenspeed_kernel.rmsnorm(rows, weight, residual=x[0], override="triton_rmsnorm")
+            wanted = tokenspeed_kernel.rmsnorm(rows, weight, residual=x[0], override="reference_rmsnorm")
+            torch.testing.assert_close(got, wanted)
+    assert len(emulator.launches) == len(x)
 
 
 def test_tensor_descriptors_bring_tiles() -> None:

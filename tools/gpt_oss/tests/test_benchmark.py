@@ -44,6 +44,7 @@ def test_it_measures_what_it_says(result: dict[str, Any]) -> None:
             assert 4 <= row["experts_a_layer"] <= min(8, 4 * row["batch"])
         (prefill,) = measured["prefill"]
         assert (prefill["batch"], prefill["tokens"], len(prefill["all_seconds"])) == (2, 9, 2)
+        assert prefill["milliseconds_host"] > 0
         served = {row["operator"] for row in measured["kernels"]}
         assert served >= {"attention.mha_prefill", "attention.mha_decode_with_kvcache", "norm.rmsnorm", "moe.rmsnorm_moe_topk"}
 

@@ -67,8 +67,17 @@ def test_the_command_captures_cases_that_can_be_run(tmp_path: Path) -> None:
     assert {each["kernel"] for each in load(file).records} == {""}
 
 
+def test_the_calls_of_quantised_weights(tmp_path: Path) -> None:
+    config = make_config(quantization="mxfp4", intermediate_size=32)
+    made = capture_calls(tmp_path / "calls", config, "h200", **SIZES, dense_weights="fp8")
+    assert made.passes > 0
+    dtypes = {case.case.build("cpu")["qkv_weight"].dtype for case in load_cases(tmp_path / "calls", "rmsnorm_qkv_rope")}
+    assert dtypes == {torch.float8_e4m3fn}
+
+
 @pytest.mark.parametrize(
-    ("option", "named"), [("--arch=gtx", "gtx"), ("--preset=large", "large"), ("--activation-dtype=fp7", "fp7")]
+    ("option", "named"),
+    [("--arch=gtx", "gtx"), ("--preset=large", "large"), ("--activation-dtype=fp7", "fp7"), ("--dense-weights=fp7", "fp7")],
 )
 def test_wrong_options(tmp_path: Path, option: str, named: str) -> None:
     result = CliRunner().invoke(app, ["capture", str(tmp_path / "calls"), "--arch=h200", "--preset=tiny", option])

@@ -59,9 +59,11 @@ class _NoLaunches(Backend):
         if postpone is None or program.is_kept(config):
             return _skip
 
+        needed = _Postponed(program, config, calling_kernel() or Caller("", "", ""))
+
         def needs(*arguments: Any) -> None:
             """Postpones the compilation. Calls that launch a program do so again, because the program is loaded only once."""
-            postpone(_Postponed(program, config, calling_kernel() or Caller("", "", "")))
+            postpone(needed)
 
         needs()
         return needs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.triton.common import for_architecture
-from tokenspeed_kernel.triton.gemm import _split_k, decoded, direct, once, words
+from tokenspeed_kernel.triton.gemm import _split_k, decoded, dequantised, direct, once, words
 from tokenspeed_kernel.triton.gemm._operands import operand
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel_base.cases import Draw
@@ -206,6 +206,32 @@ def test_weights_decoded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
         out = torch.empty(m, n, device=a.device)
         once.multiply(once.dense_rows(operand(a, a_scale, -2)), operand(b, b_scale, -1), bias, out, alpha)
         _close(out, tk.mm(a, b, a_scale, b_scale, bias, F32, alpha, override="reference_mm"), 1e-3)
+
+
+@pytest.mark.parametrize("columns", [300, 128])
+@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8", "swizzled", "whole", "line"])
+def test_dequantised_weights_meet_pytorchs_gemm(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``columns`` is the number of columns of a slice. The last slice is shorter."""
+    m, k, n = 40, 192, 300
+    monkeypatch.setattr(dequantised, "_SLICE_BYTES", 2 * k * columns)
+    b, b_scale = _weights("mxfp4" if kind == "swizzled" else kind, n, k)
+    if kind == "swizzled":
+        b_scale = tk.swizzle_scales(b_scale.t(), override="reference_swizzle_scales")
+    a, bias = _normal(m, k, seed=1, dtype=BF16), _normal(n, seed=4, dtype=BF16)
+    for added in (None, bias):
+        wanted = tk.mm(a, b, None, b_scale, added, override="reference_mm")
+        _close(dequantised.mm(a, b, b_scale, added, None), wanted)
+        wide = torch.zeros(m, 2 * n, device=a.device, dtype=BF16)
+        dequantised.mm(a, b, b_scale, added, wide[:, ::2])
+        _close(wide[:, ::2], wanted)
+        assert not wide[:, 1::2].any()
+
+
+def test_dequantised_weights_share_one_workspace() -> None:
+    a, (b, b_scale) = _normal(8, 64, seed=1, dtype=BF16), _weights("line", 32, 64)
+    first = dequantised.mm(a, b, b_scale, None, None)
+    dequantised.mm(a, *_weights("mxfp4", 48, 64), None, None)
+    assert torch.equal(dequantised.mm(a, b, b_scale, None, None), first)
 
 
 @pytest.mark.parametrize("tile", [*decoded._TILES, *decoded._BLOCKS, decoded._UNALIGNED], ids=str)

@@ -204,6 +204,7 @@ def capture(
     preset: Annotated[str, typer.Option(help=f"configuration: {', '.join(PRESETS)}")] = "gpt-oss-120b",
     dtype: Annotated[Dtype, typer.Option(help="dtype of activations and of weights that are not quantised")] = Dtype.bfloat16,
     activation_dtype: Annotated[str, typer.Option(help="format of the experts' activations: none, fp8, mxfp4")] = "none",
+    dense_weights: Annotated[str, typer.Option(help="format of the dense weights: none, fp8, mxfp4")] = "none",
     pages: Annotated[int, typer.Option(min=1, help="pages of the cache")] = 4096,
     page_size: Annotated[int, typer.Option(min=1, help="tokens that a page of the cache holds")] = 64,
     prefill_tokens: Annotated[int, typer.Option(min=1, help="the largest number of prompt tokens per step")] = 512,
@@ -219,7 +220,7 @@ def capture(
 
     sizes = (pages, page_size, prefill_tokens, max_sequences, max_positions)
     try:
-        made = capture_calls(file, config_of(preset), arch, getattr(torch, dtype.value), *sizes, activation_dtype)
+        made = capture_calls(file, config_of(preset), arch, getattr(torch, dtype.value), *sizes, activation_dtype, dense_weights)
     except (OSError, ValueError) as error:
         _give_up(error)
     typer.echo(f"captured the calls of {made.passes} passes in {file}")

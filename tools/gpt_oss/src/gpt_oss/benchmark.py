@@ -365,6 +365,7 @@ class _Measuring:
         seconds = [_seconds(functools.partial(engine.generate, requests)) for _ in range(self.workload.repeats)]
         median = statistics.median(seconds)
         layers = min(_PREFILL_LAYERS, self.config.num_hidden_layers)
+        host = [self._launching(engine, batch, tokens) for _ in range(self.workload.repeats)]
         prefill = functools.partial(self._some_layers, engine, batch, tokens, layers)
         families = self._families(prefill, f"prefill {batch} x {tokens}, {layers} layers")
         self._progress.advance(self._task)
@@ -375,6 +376,7 @@ class _Measuring:
             "seconds": median,
             "tokens_per_second": batch * tokens / median,
             "all_seconds": seconds,
+            "milliseconds_host": 1e3 * min(host),
         }
 
     # -- building blocks -------------------------------------------------------------------------------------------------------
@@ -436,14 +438,33 @@ class _Measuring:
 
     def _some_layers(self, engine: Engine, batch: int, tokens: int, layers: int) -> None:
         """Runs a prefill pass through the first ``layers`` layers only, logits included."""
-        cache, whole = engine.cache, self.model.layers
-        held = [cache.allocator.allocate(cache.allocator.pages_for(tokens)) for _ in range(batch)]
+        whole = self.model.layers
         try:
             self.model.layers = whole[:layers]
-            pieces = [Piece(p, 0, pages) for p, pages in zip(self._prompts(batch, tokens), held, strict=True)]
-            self.model.forward(make_batch(pieces, cache, self.device, logits_of=range(batch)), cache)
+            with self._prefilling(engine, batch, tokens) as forward:
+                forward()
         finally:
             self.model.layers = whole
+
+    def _launching(self, engine: Engine, batch: int, tokens: int) -> float:
+        """Returns the seconds in which the host launches a prefill pass that an idle device runs. If the pass itself takes no
+        longer, the device waits for the host. On a CPU these are the seconds of the pass."""
+        with self._prefilling(engine, batch, tokens) as forward:
+            self._wait()
+            seconds = _seconds(forward)
+            self._wait()
+        return seconds
+
+    @contextlib.contextmanager
+    def _prefilling(self, engine: Engine, batch: int, tokens: int) -> Iterator[Callable[[], object]]:
+        """Allocates pages for prompts, and yields a function that launches their prefill pass."""
+        cache = engine.cache
+        held = [cache.allocator.allocate(cache.allocator.pages_for(tokens)) for _ in range(batch)]
+        try:
+            pieces = [Piece(p, 0, pages) for p, pages in zip(self._prompts(batch, tokens), held, strict=True)]
+            made = make_batch(pieces, cache, self.device, logits_of=range(batch))
+            yield functools.partial(self.model.forward, made, cache)
+        finally:
             for pages in held:
                 cache.allocator.free(pages)
 
@@ -501,7 +522,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         "ms floor",
     ):
         decode.add_column(heading, justify="left" if heading == "variant" else "right")
-    prefill = Table("variant", "prompts", "tokens", "ms", "tokens/s", title="Prefill", title_justify="left")
+    prefill = Table("variant", "prompts", "tokens", "ms", "ms host", "tokens/s", title="Prefill", title_justify="left")
     for variant, measured in result["variants"].items():
         for row in measured["decode"]:
             decode.add_row(
@@ -517,7 +538,12 @@ def show(result: dict[str, Any], console: Console) -> None:
             )
         for row in measured["prefill"]:
             prefill.add_row(
-                variant, str(row["batch"]), str(row["tokens"]), f"{1e3 * row['seconds']:.2f}", f"{row['tokens_per_second']:.0f}"
+                variant,
+                str(row["batch"]),
+                str(row["tokens"]),
+                f"{1e3 * row['seconds']:.2f}",
+                f"{row['milliseconds_host']:.2f}",
+                f"{row['tokens_per_second']:.0f}",
             )
     families = Table(
         "variant",

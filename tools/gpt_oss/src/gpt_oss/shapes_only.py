@@ -45,6 +45,7 @@ def capture_calls(
     max_sequences: int = 64,
     max_positions: int | None = None,
     activation_dtype: str = "none",
+    dense_weights: str = "none",
 ) -> WarmUp:
     """Adds the calls of an engine's warm-up to a file of captured calls. Returns the number of passes, and the duration.
 
@@ -52,7 +53,7 @@ def capture_calls(
         path: the file.
         config: the model's configuration.
         arch: the device that will run the engine: ``"h200"``, ``"mi355x"``, ``"sm_90a"``. Experts are planned for it.
-        dtype, max_positions, activation_dtype: see `GptOss`.
+        dtype, max_positions, activation_dtype, dense_weights: see `GptOss`.
         pages, page_size: see `PagedKVCache`.
         prefill_tokens, max_sequences: see `Engine`.
 
@@ -61,7 +62,8 @@ def capture_calls(
         OSError: the file cannot be written, or is no capture.
     """
     with use_platform(device_of(arch)):
-        model = GptOss(config, ShapesOnly(config, dtype), dtype, META, max_positions, activation_dtype=activation_dtype)
+        source = ShapesOnly(config, dtype)
+        model = GptOss(config, source, dtype, META, max_positions, activation_dtype=activation_dtype, dense_weights=dense_weights)
         cache = PagedKVCache(config, pages, page_size, dtype, META)
         with shape_capture(path):
             # A device with graphs runs the same decode passes as this engine, in the same static buffers.

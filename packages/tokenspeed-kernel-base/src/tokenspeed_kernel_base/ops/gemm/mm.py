@@ -194,6 +194,11 @@ def _() -> list[Case]:
         Case("fp8 weight only, per tensor, 9 tokens, float16", fp8(9, 160, 48, a_scale="", b_scale="tensor", a_dtype=half)),
         Case("fp8 weight only, per block", fp8(3, 160, 200, a_scale="", b_scale="block", a_dtype=half)),
         Case("fp8 weight only, per block, bfloat16", fp8(3, 160, 200, a_scale="", b_scale="block", a_dtype=torch.bfloat16)),
+        Case(
+            "fp8 weight only, per channel, 600 tokens",
+            fp8(600, 96, 48, a_scale="", b_scale="channel", a_dtype=torch.bfloat16, bias=torch.bfloat16),
+        ),
+        Case("mxfp4 weight only, 600 tokens", micro(600, 96, 48, a="dense", b="mxfp4")),
         Case("mxfp8", micro(5, 96, 40, a="mxfp8", b="mxfp8")),
         Case("mxfp4, bias", micro(5, 96, 40, a="mxfp4", b="mxfp4", bias=torch.bfloat16)),
         Case("mxfp8 with mxfp4", micro(3, 64, 33, a="mxfp8", b="mxfp4", out_dtype=single)),
@@ -253,6 +258,17 @@ def _() -> list[Case]:
         Case("fp8 per token, k of 2048, prefill 4096", fp8(4096, 2048, 7168, a_scale="token", b_scale="channel"), large=True),
         Case("dense to float32, prefill 4096", dense(4096, 2048, 4096, out_dtype=single), large=True),
         Case("mxfp4 weight only, 512 tokens", micro(512, 2880, 5760, a="dense", b="mxfp4"), large=True),
+        Case(
+            "gpt-oss-120b qkv, fp8 weight only, prefill 1024",
+            fp8(1024, 2880, 5120, a_scale="", b_scale="channel", a_dtype=torch.bfloat16, bias=torch.bfloat16),
+            large=True,
+        ),
+        Case(
+            "gpt-oss-120b qkv, fp8 weight only, decode 256",
+            fp8(256, 2880, 5120, a_scale="", b_scale="channel", a_dtype=torch.bfloat16, bias=torch.bfloat16),
+            large=True,
+        ),
+        Case("gpt-oss-120b o, mxfp4 weight only, prefill 1024", micro(1024, 4096, 2880, a="dense", b="mxfp4"), large=True),
         Case(
             "fp8 weight only per block, prefill 1024", fp8(1024, 2048, 7168, a_scale="", b_scale="block", a_dtype=half), large=True
         ),

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, dense, launch_options, may_overlap, next_power_of_2
+from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, cdiv, dense, launch_options, may_overlap, next_power_of_2
 from tokenspeed_kernel.triton.kvcache._write import COPIED, Encoding, as_storable, encoding_for
+from tokenspeed_kernel.triton.repeated import Launch, Repeated
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
@@ -20,6 +21,7 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
+_launches = Repeated(lambda: device_code.apply_rope_kernel)
 
 
 class Streams(NamedTuple):
@@ -157,61 +159,67 @@ def apply_rope(
     k_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Implements the operator `tokenspeed_kernel.apply_rope`, which documents the arguments."""
-    (tokens, q_heads, head_dim), k_heads, rotary_dim = q.shape, k.shape[1], cos_sin_cache.shape[1]
+    (tokens, q_heads, head_dim), k_heads = q.shape, k.shape[1]
     new_q = q_out if q_out is not None and q_out.stride(2) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     new_k = k_out if k_out is not None and k_out.stride(2) == 1 else torch.empty(k.shape, dtype=k.dtype, device=k.device)
     q, k, table = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos_sin_cache))
-    write, slots_stride, v_strides = Write(False, 1, 0, Encoding()), 1, (1, 1)
-    cache_strides: tuple[int, ...] = (1,) * 8
+    encoding: Encoding | None = None  # of the written keys and values; None if nothing is written
     if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None and k_cache.numel():
-        write = Write(True, k_cache.shape[1], v.shape[2], encoding_for(k, k_cache, k_scale, v_scale))
-        slots_stride, cache_strides = slot_mapping.stride(0), (*k_cache.stride(), *v_cache.stride())
+        encoding = encoding_for(k, k_cache, k_scale, v_scale)
         v = v if v.stride(2) == 1 else v.contiguous()
-        v_strides = (v.stride(0), v.stride(1))
-        if write.encoding.format != COPIED:
+        if encoding.format != COPIED:
             k_cache, v_cache = as_storable(k_cache), as_storable(v_cache)
-    tile = tile_for(head_dim, rotary_dim, write.v_head_dim)
-    k_programs, q_programs = -(-tokens * k_heads // tile.k_heads), -(-tokens * q_heads // tile.q_heads)
-    if head_dim and k_programs + q_programs:
-        early = may_overlap(q.device)
-        device_code.apply_rope_kernel[(k_programs + q_programs,)](
-            q,
-            k,
-            v,
-            positions,
-            table,
-            new_q,
-            new_k,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            dense(k_scale),
-            dense(v_scale),
-            tokens,
-            k_programs,
-            q.stride(0),
-            q.stride(1),
-            k.stride(0),
-            k.stride(1),
-            *v_strides,
-            new_q.stride(0),
-            new_q.stride(1),
-            new_k.stride(0),
-            new_k.stride(1),
-            positions.stride(-1),
-            positions.stride(0),
-            table.stride(0),
-            slots_stride,
-            *cache_strides,
-            SHAPE=Shape(
-                max(q_heads, 1), max(k_heads, 1), head_dim, rotary_dim, interleaved, streams_of(mrope_section, mrope_interleaved)
+    tensors = (q, k, v, positions, table, new_q, new_k, k_cache, v_cache, slot_mapping, dense(k_scale), dense(v_scale))
+
+    def describe() -> Launch:
+        rotary_dim, early = table.shape[1], may_overlap(q.device)
+        write, slots_stride, v_strides = Write(False, 1, 0, Encoding()), 1, (1, 1)
+        cache_strides: tuple[int, ...] = (1,) * 8
+        if encoding is not None and v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None:
+            write = Write(True, k_cache.shape[1], v.shape[2], encoding)
+            slots_stride, cache_strides = slot_mapping.stride(0), (*k_cache.stride(), *v_cache.stride())
+            v_strides = (v.stride(0), v.stride(1))
+        tile = tile_for(head_dim, rotary_dim, write.v_head_dim)
+        k_programs, q_programs = cdiv(tokens * k_heads, tile.k_heads), cdiv(tokens * q_heads, tile.q_heads)
+        return Launch(
+            (k_programs + q_programs,),
+            (
+                tokens,
+                k_programs,
+                q.stride(0),
+                q.stride(1),
+                k.stride(0),
+                k.stride(1),
+                *v_strides,
+                new_q.stride(0),
+                new_q.stride(1),
+                new_k.stride(0),
+                new_k.stride(1),
+                positions.stride(-1),
+                positions.stride(0),
+                table.stride(0),
+                slots_stride,
+                *cache_strides,
             ),
-            WRITE=write,
-            TILE=tile,
-            EARLY=early,
-            num_warps=tile.warps,
-            **launch_options(early),
+            {
+                "SHAPE": Shape(
+                    max(q_heads, 1),
+                    max(k_heads, 1),
+                    head_dim,
+                    rotary_dim,
+                    interleaved,
+                    streams_of(mrope_section, mrope_interleaved),
+                ),
+                "WRITE": write,
+                "TILE": tile,
+                "EARLY": early,
+                "num_warps": tile.warps,
+                **launch_options(early),
+            },
         )
+
+    if head_dim and tokens and q_heads + k_heads:
+        _launches(tensors, (encoding, interleaved, mrope_section, mrope_interleaved), describe)
     if q_out is not None and q_out is not new_q:
         new_q = q_out.copy_(new_q)
     if k_out is not None and k_out is not new_k:

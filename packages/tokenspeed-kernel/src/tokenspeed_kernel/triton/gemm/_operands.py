@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,11 @@ class Operand(NamedTuple):
         along, across = sorted(self.strides[1:])
         lie_well = along == 1 and (across % 16 == 0 or self.lines == 1)
         return self.k > 0 and self.k % 16 == 0 and lie_well and (self.batch == 1 or self.strides[0] % 16 == 0)
+
+
+def described(x: Operand) -> tuple[Any, ...]:
+    """Returns all fields of an operand but its tensors."""
+    return *x[1:5], *x[6:]
 
 
 def operand(x: Tensor, scale: Tensor | None, lines_axis: int) -> Operand:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import cdiv, launch_options, may_overlap, sm_count_of
+from tokenspeed_kernel.triton.repeated import Launch, Repeated
 from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
+_launches = Repeated(lambda: device_code.sum_splits_kernel)
 
 
 # A split with fewer elements along k is mostly latency: filling the pipeline, and writing and rereading partial sums.
@@ -47,22 +49,15 @@ def sum_splits(partial: Tensor, bias: Tensor | None, out: Tensor, splits: int, i
     """Reduces the partial sums of `split_target` and adds the bias. Does nothing for one split."""
     if splits == 1:
         return
-    m, n = out.shape[-2:]
-    batch = out.shape[0] if out.ndim == 3 else 1
-    early = may_overlap(out.device)
-    device_code.sum_splits_kernel[(cdiv(m, ROWS) * cdiv(n, COLUMNS) * batch,)](
-        partial,
-        bias,
-        out,
-        m,
-        n,
-        out.numel(),
-        out.stride(0) if out.ndim == 3 else 0,
-        out.stride(-2),
-        out.stride(-1),
-        SPLITS=splits,
-        INTERPRETED=interpreted,
-        EARLY=early,
-        num_warps=4,
-        **launch_options(early),
-    )
+
+    def describe() -> Launch:
+        m, n = out.shape[-2:]
+        batch = out.shape[0] if out.ndim == 3 else 1
+        early = may_overlap(out.device)
+        return Launch(
+            (cdiv(m, ROWS) * cdiv(n, COLUMNS) * batch,),
+            (m, n, out.numel(), out.stride(0) if out.ndim == 3 else 0, out.stride(-2), out.stride(-1)),
+            {"SPLITS": splits, "INTERPRETED": interpreted, "EARLY": early, "num_warps": 4, **launch_options(early)},
+        )
+
+    _launches((partial, bias, out), (splits, interpreted), describe)

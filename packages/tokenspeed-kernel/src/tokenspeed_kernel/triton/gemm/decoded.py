@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import cdiv, common_device
-from tokenspeed_kernel.triton.gemm._operands import BLOCK, E8M0, MICRO, Operand
+from tokenspeed_kernel.triton.gemm._operands import BLOCK, E8M0, MICRO, Operand, described
 from tokenspeed_kernel.triton.gemm._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel.triton.repeated import Launch, Repeated
 from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
+_launches = Repeated(lambda: device_code.decoded_mm_kernel)
 
 
 class Formats(NamedTuple):
@@ -123,25 +125,9 @@ def multiply(
     compute = (
         torch.float32 if wide or able.interpreted else torch.float16 if dtype == torch.float16 and not split_a else torch.bfloat16
     )
-    device_code.decoded_mm_kernel[(tiles, splits)](
-        x.codes,
-        w.codes,
-        x.scale,
-        w.scale,
-        alpha,
-        bias if splits == 1 else None,
-        target,
-        m,
-        n,
-        k,
-        *x.strides,
-        *w.strides,
-        *x.scale_strides,
-        *w.scale_strides,
-        *strides,
-        out.numel(),
-        k_per_split,
-        FORMATS=Formats(
+
+    def describe() -> Launch:
+        formats = Formats(
             a=x.format,
             b=w.format,
             a_scaling=x.scaling,
@@ -158,9 +144,18 @@ def multiply(
             precision="ieee" if wide else None,
             native=able.native,
             interpreted=able.interpreted,
-        ),
-        TILE=Program(tile.m, tile.n, tile.k, even_k=k % tile.k == 0, group=_GROUP),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        )
+        return Launch(
+            (tiles, splits),
+            (m, n, k, *x.strides, *w.strides, *x.scale_strides, *w.scale_strides, *strides, out.numel(), k_per_split),
+            {
+                "FORMATS": formats,
+                "TILE": Program(tile.m, tile.n, tile.k, even_k=k % tile.k == 0, group=_GROUP),
+                "num_warps": tile.warps,
+                "num_stages": tile.stages,
+            },
+        )
+
+    tensors = (x.codes, w.codes, x.scale, w.scale, alpha, bias if splits == 1 else None, target)
+    _launches(tensors, (*described(x), *described(w), tile, splits, k_per_split, dtype), describe)
     sum_splits(target, bias, out, splits, able.interpreted)

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import cdiv, common_device, for_architecture, launch_options, may_overlap
-from tokenspeed_kernel.triton.gemm._operands import E8M0, MICRO, NO_SCALE, Operand
+from tokenspeed_kernel.triton.gemm._operands import E8M0, MICRO, NO_SCALE, Operand, described
 from tokenspeed_kernel.triton.gemm._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel.triton.repeated import Launch, Repeated
 from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
+_launches = Repeated(lambda: device_code.words_mm_kernel)
 
 
 class Program(NamedTuple):
@@ -129,25 +131,10 @@ def multiply(
     compute = torch.float32 if able.interpreted else dtype
     early = may_overlap(device)
     a = _arranged(x.tensor, tile.k) if tile.arranged else x.tensor
-    device_code.words_mm_kernel[(blocks, splits)](
-        a,
-        w.tensor,
-        w.scale.view(torch.uint8) if w.scale is not None else None,
-        alpha,
-        bias if splits == 1 else None,
-        target,
-        m,
-        n,
-        k,
-        a.stride(0),
-        w.strides[1],
-        *w.scale_strides[1:],
-        *strides[1:],
-        out.numel(),
-        k_per_split // tile.k,
-        BLOCK=w.block,
-        SWIZZLED=w.swizzled,
-        TILE=Program(
+    scale = w.scale.view(torch.uint8) if w.scale is not None else None
+
+    def describe() -> Launch:
+        program = Program(
             m=tile.m,
             n=tile.n,
             k=tile.k,
@@ -159,9 +146,20 @@ def multiply(
             early=early,
             native=able.native,
             interpreted=able.interpreted,
-        ),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **launch_options(early),
-    )
+        )
+        return Launch(
+            (blocks, splits),
+            (m, n, k, a.stride(0), w.strides[1], *w.scale_strides[1:], *strides[1:], out.numel(), k_per_split // tile.k),
+            {
+                "BLOCK": w.block,
+                "SWIZZLED": w.swizzled,
+                "TILE": program,
+                "num_warps": tile.warps,
+                "num_stages": tile.stages,
+                **launch_options(early),
+            },
+        )
+
+    tensors = (a, w.tensor, scale, alpha, bias if splits == 1 else None, target)
+    _launches(tensors, (*described(w), tile, splits, k_per_split, k), describe)
     sum_splits(target, bias, out, splits, able.interpreted)

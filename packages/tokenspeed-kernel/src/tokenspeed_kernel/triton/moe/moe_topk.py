@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, launch_options, may_overlap, next_power_of_2, sm_count_of
+from tokenspeed_kernel.triton.repeated import Launch, Repeated
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -21,6 +22,7 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
+_launches = Repeated(lambda: device_code.topk_kernel)
 
 
 class TopkConfig(NamedTuple):
@@ -75,40 +77,46 @@ def moe_topk(
     ids = logits.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out
     if tokens == 0:
         return weights, ids
-    groups_padded = next_power_of_2(num_groups)
-    group_padded = next_power_of_2(experts // num_groups)
-    rows, warps = _tile(tokens, groups_padded * group_padded, sm_count_of(logits.device))
-    early = may_overlap(logits.device)
-    device_code.topk_kernel[(cdiv(tokens, rows),)](
-        logits,
-        correction_bias,
-        weights,
-        ids,
-        tokens,
-        logits.stride(0),
-        logits.stride(1),
-        0 if correction_bias is None else correction_bias.stride(0),
-        weights.stride(0),
-        weights.stride(1),
-        ids.stride(0),
-        ids.stride(1),
-        float(scaling_factor),
-        EXPERTS=experts,
-        TOP_K=top_k,
-        TOP_K_PADDED=next_power_of_2(top_k),
-        GROUPS=num_groups,
-        GROUPS_PADDED=groups_padded,
-        GROUP_PADDED=group_padded,
-        TOP_GROUPS=top_groups,
-        SCORING=scoring,
-        RENORMALIZE=renormalize,
-        BIAS=correction_bias is not None,
-        PACKED=num_groups == 1 and correction_bias is None and logits.element_size() == 2,
-        ROWS=rows,
-        EARLY=early,
-        num_warps=warps,
-        **launch_options(early),
-    )
+
+    def describe() -> Launch:
+        groups_padded = next_power_of_2(num_groups)
+        group_padded = next_power_of_2(experts // num_groups)
+        rows, warps = _tile(tokens, groups_padded * group_padded, sm_count_of(logits.device))
+        early = may_overlap(logits.device)
+        return Launch(
+            (cdiv(tokens, rows),),
+            (
+                tokens,
+                logits.stride(0),
+                logits.stride(1),
+                0 if correction_bias is None else correction_bias.stride(0),
+                weights.stride(0),
+                weights.stride(1),
+                ids.stride(0),
+                ids.stride(1),
+                float(scaling_factor),
+            ),
+            {
+                "EXPERTS": experts,
+                "TOP_K": top_k,
+                "TOP_K_PADDED": next_power_of_2(top_k),
+                "GROUPS": num_groups,
+                "GROUPS_PADDED": groups_padded,
+                "GROUP_PADDED": group_padded,
+                "TOP_GROUPS": top_groups,
+                "SCORING": scoring,
+                "RENORMALIZE": renormalize,
+                "BIAS": correction_bias is not None,
+                "PACKED": num_groups == 1 and correction_bias is None and logits.element_size() == 2,
+                "ROWS": rows,
+                "EARLY": early,
+                "num_warps": warps,
+                **launch_options(early),
+            },
+        )
+
+    options = (top_k, scoring, renormalize, num_groups, top_groups, scaling_factor)
+    _launches((logits, correction_bias, weights, ids), options, describe)
     return weights, ids
 
 

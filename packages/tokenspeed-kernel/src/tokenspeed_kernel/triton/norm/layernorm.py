@@ -7,12 +7,14 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.common import FLOATS, TRITON
 from tokenspeed_kernel.triton.norm.rmsnorm import launch_rows
+from tokenspeed_kernel.triton.repeated import Repeated
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
+_launches = Repeated(lambda: device_code.layernorm_kernel)
 
 
 @register_kernel(
@@ -36,7 +38,7 @@ def layernorm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Implements the operator `tokenspeed_kernel.layernorm`, which documents the arguments."""
     return launch_rows(
-        device_code.layernorm_kernel,
+        _launches,
         x,
         weight,
         eps,
@@ -44,7 +46,6 @@ def layernorm(
         out,
         residual_out,
         x if bias is None else bias,
-        0 if bias is None else bias.stride(0),
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
     )

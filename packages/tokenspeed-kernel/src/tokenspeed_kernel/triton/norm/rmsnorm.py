@@ -7,19 +7,21 @@ registers are read twice.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, has_rows, launch_options, may_overlap, next_power_of_2
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, cdiv, has_rows, launch_options, may_overlap, next_power_of_2
 from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel.triton.repeated import Launch, Repeated
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
+_launches = Repeated(lambda: device_code.rmsnorm_kernel)
 
 
 class Tile(NamedTuple):
@@ -61,64 +63,66 @@ def tile_for(hidden: int) -> Tile:
 
 
 def launch_rows(
-    kernel: Any,
+    launches: Repeated,
     x: Tensor,
     weight: Tensor | None,
     eps: float,
     residual: Tensor | None,
     out: Tensor | None,
     residual_out: Tensor | None,
-    *more: object,
+    *more: Tensor,
     **flags: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Launches a kernel that normalises rows; shared with `layernorm`.
 
     Args:
-        kernel: the Triton kernel.
+        launches: the Triton kernel.
         x, weight, eps, residual, out, residual_out: the operator's arguments.
-        more: further positional arguments of the kernel, which follow those of `rmsnorm_kernel`.
+        more: vectors that the kernel takes after the tensors of `rmsnorm_kernel`; x itself for an absent one. The kernel takes the
+            strides of these vectors after the other scalars.
         flags: constexpr arguments that `rmsnorm_kernel` does not take.
     """
-    normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = out if out is not None and has_rows(out) else torch.empty_like(x, memory_format=torch.contiguous_format)
     total = None
     if residual is not None:
-        total = (
-            residual_out
-            if residual_out is not None and has_rows(residual_out)
-            else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-        )
+        total = residual_out
+        if total is None or not has_rows(total):
+            total = torch.empty_like(residual, memory_format=torch.contiguous_format)
     if x.numel():
-        hidden = x.shape[-1]
-        tile = tile_for(hidden)
         source, target = as_rows(x), as_rows(normed)
         added, sums = (source, target) if residual is None or total is None else (as_rows(residual), as_rows(total))
-        rows = source.shape[0]
-        early = may_overlap(x.device)
-        kernel[(-(-rows // tile.rows),)](
-            source,
-            added,
-            source if weight is None else weight,
-            target,
-            sums,
-            rows,
-            hidden,
-            eps,
-            source.stride(0),
-            added.stride(0),
-            0 if weight is None else weight.stride(0),
-            target.stride(0),
-            sums.stride(0),
-            *more,
-            HAS_RESIDUAL=residual is not None,
-            ROWS=tile.rows,
-            BLOCK=tile.block,
-            ONE_PASS=tile.block >= hidden,
-            INTERPRETED=abilities(x.device).interpreted,
-            EARLY=early,
-            **flags,
-            num_warps=tile.warps,
-            **launch_options(early),
-        )
+        tensors = (source, added, source if weight is None else weight, target, sums, *more)
+
+        def describe() -> Launch:
+            rows, hidden = source.shape
+            tile, early = tile_for(hidden), may_overlap(x.device)
+            return Launch(
+                (cdiv(rows, tile.rows),),
+                (
+                    rows,
+                    hidden,
+                    eps,
+                    source.stride(0),
+                    added.stride(0),
+                    0 if weight is None else weight.stride(0),
+                    target.stride(0),
+                    sums.stride(0),
+                    *(0 if each is x else each.stride(0) for each in more),
+                ),
+                {
+                    "HAS_RESIDUAL": residual is not None,
+                    "ROWS": tile.rows,
+                    "BLOCK": tile.block,
+                    "ONE_PASS": tile.block >= hidden,
+                    "INTERPRETED": abilities(x.device).interpreted,
+                    "EARLY": early,
+                    **flags,
+                    "num_warps": tile.warps,
+                    **launch_options(early),
+                },
+            )
+
+        launches(tensors, (eps, residual is None, weight is None, *flags.values()), describe)
     if out is not None and out is not normed:
         out.copy_(normed)
         normed = out
@@ -144,4 +148,4 @@ def rmsnorm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Implements the operator `tokenspeed_kernel.rmsnorm`, which documents the arguments."""
-    return launch_rows(device_code.rmsnorm_kernel, x, weight, eps, residual, out, residual_out)
+    return launch_rows(_launches, x, weight, eps, residual, out, residual_out)

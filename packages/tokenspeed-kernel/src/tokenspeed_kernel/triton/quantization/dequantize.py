@@ -4,6 +4,8 @@ and round once.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from tokenspeed_kernel.triton.quantization._rows import (
     matrix_tile,
     rows_of,
 )
+from tokenspeed_kernel.triton.repeated import Launch, Repeated
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
 from tokenspeed_kernel_base.ops.quantization.formats import scale_layout, scale_layouts
@@ -26,6 +29,13 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
+_fp8_launches = Repeated(lambda: device_code.dequantize_fp8_kernel)
+_block_launches = Repeated(lambda: device_code.dequantize_blocks_kernel)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout_of(shape: torch.Size, block_size: int, stored: torch.dtype, scale_shape: torch.Size) -> str | None:
+    return scale_layout(scale_layouts(shape, block_size, stored), scale_shape)
 
 
 @register_kernel(
@@ -40,40 +50,44 @@ device_code = DeviceModule(__name__ + "_device")
 def dequantize_fp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size: int, out: Tensor | None) -> Tensor:
     made = made_or(out, tuple(q.shape), out_dtype, q)
     if q.numel():
-        layout = scale_layout(scale_layouts(q.shape, block_size, scale.dtype), scale.shape)
-        matrix = as_matrix(q, whole=layout == "tensor")
-        rows, columns = matrix.shape
-        tile = matrix_tile(matrix, most_columns=block_size if layout in ("block", "block2d") else None)
-        able = abilities(q.device)
-        tiled = layout == "block2d"
-        scale = scale.contiguous()
+        layout = _layout_of(q.shape, block_size, scale.dtype, scale.shape)
+        matrix, scale = as_matrix(q, whole=layout == "tensor"), scale.contiguous()
         e8m0 = scale.dtype != torch.float32
         if e8m0:  # the bytes of packed scales are in the order of the blocks
             scale = scale.view(torch.uint8)
-        scale_columns = scale.shape[-1] if scale.ndim else 1
-        device_code.dequantize_fp8_kernel[(cdiv(rows, tile.rows) * cdiv(columns, tile.columns),)](
-            matrix,
-            scale,
-            made,
-            rows,
-            columns,
-            matrix.stride(0),
-            q.shape[-2] if tiled else rows,
-            block_size if tiled else 1,
-            block_size,
-            scale.shape[-2] * scale_columns if tiled else 0,
-            scale_columns,
-            1,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            FORMAT=FP8_NAMES[q.dtype],
-            NATIVE=able.native,
-            INTERPRETED=able.interpreted,
-            E8M0=e8m0,
-            LAYOUT=layout,
-            ONE_BLOCK=block_size % tile.columns == 0,
-            num_warps=tile.warps,
-        )
+
+        def describe() -> Launch:
+            rows, columns = matrix.shape
+            tile = matrix_tile(matrix, most_columns=block_size if layout in ("block", "block2d") else None)
+            able, tiled = abilities(q.device), layout == "block2d"
+            scale_columns = scale.shape[-1] if scale.ndim else 1
+            return Launch(
+                (cdiv(rows, tile.rows) * cdiv(columns, tile.columns),),
+                (
+                    rows,
+                    columns,
+                    matrix.stride(0),
+                    q.shape[-2] if tiled else rows,
+                    block_size if tiled else 1,
+                    block_size,
+                    scale.shape[-2] * scale_columns if tiled else 0,
+                    scale_columns,
+                    1,
+                ),
+                {
+                    "ROWS": tile.rows,
+                    "COLUMNS": tile.columns,
+                    "FORMAT": FP8_NAMES[q.dtype],
+                    "NATIVE": able.native,
+                    "INTERPRETED": able.interpreted,
+                    "E8M0": e8m0,
+                    "LAYOUT": layout,
+                    "ONE_BLOCK": block_size % tile.columns == 0,
+                    "num_warps": tile.warps,
+                },
+            )
+
+        _fp8_launches((matrix, scale, made), (q.dtype, layout, e8m0, block_size, q.shape[-2:]), describe)
     return finish(made, out)
 
 
@@ -137,26 +151,26 @@ def decode_blocks(
     swizzled = scale.ndim == q.ndim + 3
     made = made_or(out, (*q.shape[:-1], per_byte * q.shape[-1]), out_dtype, q)
     if q.numel():
-        rows = rows_of(q)
-        groups = groups_of(rows, block // per_byte)
-        config = config_for(made.numel())
-        blocks = config.tile // block
-        able = abilities(q.device)
-        device_code.dequantize_blocks_kernel[grid(groups, blocks)](
-            rows,
-            scale.contiguous().view(torch.uint8),
-            global_scale,
-            made,
-            groups.count,
-            groups.stride,
-            groups.outer_stride,
-            made.shape[-1] // block,
-            BLOCKS=blocks,
-            BLOCK=block,
-            FORMAT=fmt,
-            SWIZZLED=swizzled,
-            NATIVE=able.native,
-            INTERPRETED=able.interpreted,
-            num_warps=config.warps,
-        )
+        rows, stored = rows_of(q), scale.contiguous().view(torch.uint8)
+
+        def describe() -> Launch:
+            groups = groups_of(rows, block // per_byte)
+            config = config_for(made.numel())
+            blocks = config.tile // block
+            able = abilities(q.device)
+            return Launch(
+                grid(groups, blocks),
+                (groups.count, groups.stride, groups.outer_stride, made.shape[-1] // block),
+                {
+                    "BLOCKS": blocks,
+                    "BLOCK": block,
+                    "FORMAT": fmt,
+                    "SWIZZLED": swizzled,
+                    "NATIVE": able.native,
+                    "INTERPRETED": able.interpreted,
+                    "num_warps": config.warps,
+                },
+            )
+
+        _block_launches((rows, stored, global_scale, made), (fmt, swizzled, block), describe)
     return finish(made, out)

@@ -33,6 +33,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -121,6 +122,35 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return torch.zeros(elements if tensor.numel() else 0, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+@contextlib.contextmanager
+def without_device(arch: str, cache: Path, postpone: Callable[[Postponed], object] | None) -> Iterator[None]:
+    """Inside the block, kernels for a device run on CPU tensors, and launch nothing. PyTorch's GEMMs compute nothing either.
+
+    Args:
+        arch: the name of the device, or of its architecture.
+        cache: the folder into which programs are compiled.
+        postpone: receives the compilations that need not be made now; None to make all compilations when a call needs them.
+    """
+    # On an emulated platform, kernels accept CPU tensors.
+    platform = dataclasses.replace(device_of(arch), pretended=False, emulated=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(use_platform(platform))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(mock.patch.object(torch, "mm", _no_mm))
+        stack.enter_context(mock.patch.object(torch, "addmm", _no_addmm))
+        for compiler in compilers():
+            stack.enter_context(compiler.compiling_into(cache / compiler.COMPILER, platform, postpone))
+        yield
+
+
+def _no_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1])) if out is None else out
+
+
+def _no_addmm(added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    return _no_mm(a, b, out=out)
 
 
 def compilers() -> list[Any]:
@@ -286,12 +316,7 @@ def _begin(source: Source, arch: str, cache: str, pack: str | None) -> None:
     config.reload_settings()
     set_compile_policy("forbid" if pack else "allow")
     _calls[:] = source.calls()
-    # On an emulated platform, kernels accept CPU tensors.
-    platform = _open.enter_context(use_platform(dataclasses.replace(device_of(arch), pretended=False, emulated=True)))
-    _open.enter_context(torch.no_grad())
-    for compiler in compilers():
-        postpone = None if pack else _postponed.append
-        _open.enter_context(compiler.compiling_into(Path(cache) / compiler.COMPILER, platform, postpone))
+    _open.enter_context(without_device(arch, Path(cache), None if pack else _postponed.append))
 
 
 def _run(index: int) -> tuple[Outcome, list[Postponed]]:

@@ -55,7 +55,7 @@ class _Utils:
     """The functions of a Triton driver that load kernels and query the device; this class loads nothing."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        return (None, name, 0, 0, 1024)  # module, function, registers, spills, largest CTA
+        return ("module", name, 0, 0, 1024)  # module, function, registers, spills, largest CTA
 
     def unload_module(self, module: Any) -> None:
         """Does nothing, because `load_binary` loads no module."""
