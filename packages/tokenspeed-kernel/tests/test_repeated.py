@@ -54,6 +54,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Replaces Triton's driver and hooks. ``device`` is the current device."""
     fake = SimpleNamespace(device=0, hooks=SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None))
     fake.active = SimpleNamespace(get_current_device=lambda: fake.device, get_current_stream=lambda device: 7 + device)
+    monkeypatch.setattr(repeated, "_release", lambda: "3.6.0+rocm7.0.2")
     monkeypatch.setattr(repeated, "_triton_driver", SimpleNamespace(driver=fake))
     monkeypatch.setattr(repeated, "_triton_knobs", SimpleNamespace(runtime=fake.hooks))
     return fake
@@ -155,6 +156,15 @@ def test_some_kernels_do_not_repeat(why: str, driver: SimpleNamespace) -> None:
     kernel = _Kernel(None if why == "interpreted" else _Program())
     kernel.pre_run_hooks = [print] if why == "hook" else []
     kernel.arg_names += ["OTHER"] if why == "default" else []  # an argument that the launch does not state
+    repeats = Repeated(lambda: kernel)
+    for _ in range(3):
+        _launch(repeats, _rows(), None)
+    assert len(kernel.launched) == 3
+
+
+def test_unknown_releases_of_triton_make_all_launches(driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated, "_release", lambda: "3.10.0")
+    kernel = _Kernel(_Program())
     repeats = Repeated(lambda: kernel)
     for _ in range(3):
         _launch(repeats, _rows(), None)

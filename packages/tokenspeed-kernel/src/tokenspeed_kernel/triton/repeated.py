@@ -8,6 +8,7 @@ after one C++ comparison of the tensors.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ _triton_knobs = DeviceModule("triton.knobs")
 
 # Number of launches that an instance remembers. GPT-OSS launches a kernel in at most three ways per pass.
 _REMEMBERED = 6
+# The arguments of a compiled program's `run` are not a public interface of Triton. They were compared with Triton's own launches in
+# the oldest and in the newest of these releases. With other releases, Triton makes all launches.
+_KNOWN_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 # Triton compiles another program for addresses that are not multiples of this number of bytes. Such launches are not remembered.
 _ALIGNMENT = 16
 # On AMD, Triton compiles another program for tensors whose storage has more bytes than this.
@@ -115,6 +119,11 @@ def _launched(known: _Known, tensors: tuple[Tensor | None, ...]) -> bool:
     return True
 
 
+def _release() -> str:
+    """Returns the version of the imported Triton."""
+    return str(importlib.import_module("triton").__version__)
+
+
 def _has_hooks(hook: Any) -> bool:
     """Whether one of Triton's hooks is set. A hook is a function, or since Triton 3.5 a list of functions."""
     return hook is not None and bool(getattr(hook, "calls", True))
@@ -127,6 +136,8 @@ def _known(kernel: Any, compiled: Any, tensors: tuple[Tensor | None, ...], key: 
         compiled: the result of the launch: the compiled program, or None from an interpreter.
     """
     make_guard, names = tensor_guards(), getattr(kernel, "arg_names", None)
+    if not _release().startswith(_KNOWN_RELEASES):
+        return None
     if make_guard is None or names is None or not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks:
         return None
     given = len(tensors) + len(launch.scalars)
