@@ -77,7 +77,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A bf16 call with sinks.
+    """A call with sinks. Queries are bf16.
 
     Attributes:
         operator: ``"prefill"``, ``"decode"`` or ``"extend"``.
@@ -87,6 +87,7 @@ class Case:
         window_left: number of earlier tokens in the window; -1 without a window.
         bar: whether the pass criteria apply to this call. Other calls are shown for information.
         heads, kv_heads: numbers of query heads and of KV heads.
+        fp8: whether the caches are fp8, with one scale each. The baseline is not called then.
         measured_us: the baseline's time on an MI355X, as its authors published (pull requests 165, 191 and 464 of their project).
     """
 
@@ -98,6 +99,7 @@ class Case:
     bar: bool = True
     heads: int = HEADS
     kv_heads: int = KV_HEADS
+    fp8: bool = False
     measured_us: float | None = None
 
     @property
@@ -107,7 +109,8 @@ class Case:
             "decode": f"{self.sequences} x {self.length}",
             "extend": f"{self.sequences} x {self.new} new, {self.length - self.new} before",
         }[self.operator]
-        return f"{self.operator} {size}{f', window {self.window_left + 1}' if self.window_left >= 0 else ''}"
+        window = f", window {self.window_left + 1}" if self.window_left >= 0 else ""
+        return f"{self.operator} {size}{window}{', fp8 cache' if self.fp8 else ''}"
 
     @property
     def sample(self) -> Case:
@@ -143,6 +146,9 @@ class Case:
             "cache_seqlens": torch.full((self.sequences,), self.length, dtype=torch.int32),
             "max_seqlen_k": self.length,
         }
+        if self.fp8:
+            ones = {f"{name}_scale": torch.ones(1) for name in "kv"}
+            paged |= {"k_cache": keys.to(torch.float8_e4m3fn), "v_cache": values.to(torch.float8_e4m3fn), **ones}
         if self.operator == "decode":
             return paged
         offsets = {"cu_seqlens_q": steps * new, "cu_seqlens_kv": steps * self.length}
@@ -157,7 +163,8 @@ def _cases() -> list[Case]:
     others = [Case("decode", b, s, bar=False) for b, s in ((1, 1024), (64, 1024), (1, 32768))]
     measured = [Case("decode", 16, s, bar=False, measured_us=us) for s, us in ((1024, 9.74), (2048, 16.2), (4096, 25.3))]
     measured += [Case("prefill", b, s, bar=False, measured_us=us) for b, s, us in ((16, 1024, 317.0), (2, 8192, 1462.0))]
-    return prefill + decode + extend + others + measured
+    fp8 = [Case("decode", b, s, bar=False, fp8=True) for b, s in ((16, 1024), (64, 1024), (16, 4096), (16, 8192))]
+    return prefill + decode + extend + others + measured + fp8
 
 
 CASES = _cases()
@@ -237,7 +244,7 @@ def check(case: Case, inputs: dict[str, Any], out: Tensor) -> float:
         last |= {**rows, "cu_seqlens": torch.tensor([0, new], dtype=torch.int32)}
         wanted = core.mha_prefill(**last, solution="reference")
     else:
-        last |= {name: inputs[name].float() for name in ("k_cache", "v_cache")}
+        last |= {name: inputs[name].float() for name in ("k_cache", "v_cache")} | {"k_scale": None, "v_scale": None}
         last |= {name: inputs[name][-1:] for name in ("page_table", "cache_seqlens")}
         if case.operator == "extend":
             last |= {f"cu_seqlens_{of}": torch.tensor([0, n], dtype=torch.int32) for of, n in (("q", new), ("kv", case.length))}
@@ -568,7 +575,7 @@ def main(arguments: list[str] | None = None) -> None:
     cases = [case for case in CASES if re.search(options.only, case.name)]
     if options.as_peer is not None:
         prepare_peer(options.as_peer)
-        print(json.dumps(measure_all(cases, peer)))
+        print(json.dumps(measure_all([case for case in cases if not case.fp8], peer)))
         return
     if options.peer is not None and not (options.peer / "tokenspeed_kernel_amd").is_dir():
         parser.error(f"--peer {options.peer}: there is no package tokenspeed_kernel_amd in this folder")

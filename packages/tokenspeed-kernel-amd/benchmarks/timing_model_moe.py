@@ -16,8 +16,9 @@ layers are measured with the portable kernel and, if our kernels support the for
 Up to 16 tokens the whole layer is executed. For more tokens, two slices with all experts and tokens are executed. The slice with
 256 intermediate features gives the first GEMM, the launches before it, and the launches after the second GEMM. The slice with 256
 hidden features gives the second GEMM and the launches between the GEMMs. The full GEMM has 2880 / 256 times as many workgroups, and
-its time is scaled by this factor. For 8192 tokens, both slices have an eighth of the tokens and of the experts, and all launches
-are scaled to eight times as many workgroups.
+its time is scaled by this factor. With fp8 weights, slices have 384 intermediate and 768 hidden features, and workgroups then have
+as many blocks of strips as in the full GEMM. For 8192 tokens, both slices have an eighth of the tokens and of the experts, and all
+launches are scaled to eight times as many workgroups.
 
 ASSUMPTIONS lists the model's assumptions, which are printed with the table.
 """
@@ -44,7 +45,7 @@ from timing_model import README, metadata_of, parser_of, prepare_peer, publish
 from torch import Tensor
 
 MARKS = ("<!-- predicted times of experts -->", "<!-- end of experts -->")
-EXPERTS, TOP_K, SIZE, SLICE, DISTINCT = 128, 4, 2880, 256, 4
+EXPERTS, TOP_K, SIZE, DISTINCT = 128, 4, 2880, 4
 TOKENS = (1, 4, 16, 64, 256, 1024, 8192)
 WHOLE = 16  # for at most this many tokens, the whole layer is executed
 MANY, PART = 1024, 8  # for more than MANY tokens, 1 / PART of the tokens and of the experts is executed
@@ -59,6 +60,7 @@ ACTIVATIONS = {
     "dense": "none",
     "fp8_block": "fp8",
     "fp8_block_ours": "fp8",
+    "qwen_ours": "fp8",
 }
 # Largest relative error of the output. If bf16 rounding changes a quantised value to the adjacent one, the error is larger in
 # smaller formats.
@@ -75,8 +77,8 @@ ASSUMPTIONS = (
     "The baseline and our kernels round activations to fp8 with static scales. The portable kernel computes a scale per token. "
     "It is compared with our kernels with a scale per token.",
     "The baseline and our kernels route tokens themselves. For the portable kernel, the time and the launch of moe_topk are added.",
-    "From 64 tokens on, each GEMM is executed with 256 of its 2880 output features. Its work and its bytes, without those of "
-    "its input activations, are then scaled up in proportion. The scaled work is divided evenly among the CUs.",
+    "From 64 tokens on, each GEMM is executed with 256 of its output features (768 with fp8 weights). Its work and its bytes, "
+    "without those of its input activations, are then scaled up in proportion. The scaled work is divided evenly among the CUs.",
     "From 2048 tokens on, an eighth of the tokens and of the experts is executed, and all launches are counted with eight times "
     "as many workgroups. So the time to sort tokens by expert is underestimated, on all sides.",
     "Caches are ideal: no line is loaded from HBM twice in a launch.",
@@ -132,14 +134,25 @@ class Layer:
         )  # fmt: skip
 
     def floor_us(self, activation_dtype: str) -> float:
-        """Returns the roofline time: the larger of the time to read the routed experts' weights at 8 TB/s, and the time of the
-        MFMAs at the rate of the activations' format. 16-bit activations are split into two e4m3 values, which doubles the number of
-        MFMAs."""
+        """Returns the roofline time: the larger of the time to read the routed experts' weights at 8 TB/s, and `mfma_us`."""
         experts = len(set(self.inputs()["logits"].topk(self.top_k).indices.flatten().tolist()))
         element = {"mxfp4": 0.5 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "dense": 2}[self.weight_format]
-        rate = 10.06e15 if activation_dtype == "mxfp4" else 2.5e15 if activation_dtype == "none" else 5.03e15
+        memory_us = experts * 3 * self.hidden * self.features * element / 8e12 * 1e6
+        return max(memory_us, self.mfma_us(activation_dtype))
+
+    def slices(self) -> tuple[int, int]:
+        """Returns the intermediate features and the hidden features of the two slices that are executed."""
+        return (384, 768) if self.weight_format == "fp8_block" else (256, 256)
+
+    def mfma_us(self, activation_dtype: str) -> float:
+        """Returns the least time of the MFMAs, see `floor_us`."""
         flops = 6 * self.tokens * self.top_k * self.hidden * self.features
-        return max(experts * 3 * self.hidden * self.features * element / 8e12, flops / rate) * 1e6
+        return flops / mfma_rate(activation_dtype) * 1e6
+
+
+def mfma_rate(activation_dtype: str) -> float:
+    """Returns the peak rate of the MFMAs in FLOP/s. 16-bit activations are split into two e4m3 values, which halves the rate."""
+    return {"mxfp4": 10.06e15, "none": 2.5e15}.get(activation_dtype, 5.03e15)
 
 
 def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
@@ -214,6 +227,10 @@ def dense(layer: Layer) -> Callable[[], Tensor]:
 def fp8_block(layer: Layer) -> Callable[[], Tensor]:
     """Returns a call of the portable kernel, with fp8 block-scaled weights."""
     return _operator(layer, ACTIVATIONS["fp8_block"], "triton_moe_apply", "canonical")
+
+
+def qwen_ours(layer: Layer) -> Callable[[], Tensor]:
+    return fp8_block_ours(layer)
 
 
 def fp8_block_ours(layer: Layer) -> Callable[[], Tensor]:
@@ -344,6 +361,8 @@ def layer_of(name: str, tokens: int) -> Layer:
         return Layer(tokens, 2048, 768, 128, 8, "dense")
     if name.startswith("fp8_block"):
         return Layer(tokens, 7168, 2048, 32, 1, "fp8_block")
+    if name.startswith("qwen"):
+        return Layer(tokens, 4096, 1536, 32, 1, "fp8_block")
     return Layer(tokens, SIZE, SIZE, EXPERTS)
 
 
@@ -354,23 +373,29 @@ def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
         launches = [predicted(report) for report in reports]
     else:
         parts = 1 if tokens <= MANY else PART
-        some, experts = tokens // parts, EXPERTS // parts
-        first, error = _run(name, side, Layer(some, SIZE, SLICE, experts))
+        whole = layer_of(name, tokens)
+        part = dataclasses.replace(whole, tokens=tokens // parts, experts=whole.experts // parts)
+        features, hidden = whole.slices()
+        first, error = _run(name, side, dataclasses.replace(part, features=features))
         one, two = _products(first)
         launches = [predicted(report, parts=parts) for report in first[:one]]
-        launches.append(predicted(first[one], SIZE / SLICE, some * SIZE, parts))
+        launches.append(predicted(first[one], whole.features / features, part.tokens * whole.hidden, parts))
         after = [predicted(report, parts=parts) for report in first[two + 1 :]]
         del first
-        second, other = _run(name, side, Layer(some, SLICE, SIZE, experts))
+        second, other = _run(name, side, dataclasses.replace(part, hidden=hidden))
         one, two = _products(second)
         launches += [predicted(report, parts=parts) for report in second[one + 1 : two]]
-        launches.append(predicted(second[two], SIZE / SLICE, some * TOP_K * SIZE, parts))
+        inputs = part.tokens * whole.top_k * whole.features
+        launches.append(predicted(second[two], whole.hidden / hidden, inputs, parts))
         launches += after
         error = max(error, other)
     us = sum(launch.us for launch in launches)
+    gemms = sorted(launch.us for launch in launches if launch.mfma)[-2:]
     return {
         "us": us,
         "floor_us": layer_of(name, tokens).floor_us(ACTIVATIONS[name]),
+        "mfma_us": layer_of(name, tokens).mfma_us(ACTIVATIONS[name]),
+        "gemms_us": sum(gemms),
         "with_launches_us": us + LAUNCH_US * len(launches),
         "relative_error": error,
         "launches": [launch.row() for launch in launches],
@@ -429,7 +454,8 @@ OTHERS = {
     "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16)),
     "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (1, 16)),
     "dense": Other(("Qwen3-30B-A3B, bfloat16", "portable", "bfloat16"), (1, 16)),
-    "fp8_block_ours": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "ours", "fp8, a scale per token"), (1, 16)),
+    "fp8_block_ours": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "ours", "fp8, a scale per token"), (1, 16, 8192)),
+    "qwen_ours": Other(("Qwen3-235B-A22B, fp8 blocks, a quarter of its experts", "ours", "fp8, a scale per token"), (8192,)),
     "fp8_block": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "portable", "fp8, a scale per token"), (1, 16)),
 }
 
@@ -476,13 +502,16 @@ def table(report: dict[str, Any]) -> str:
     if report.get("others"):
         lines += [
             "",
-            "| layer | by | activations | tokens | floor, µs | µs (launches) | of the floor |",
-            "|---|---|---|---|---|---|---|",
+            "| layer | by | activations | tokens | floor, µs | µs (launches) | of the floor | GEMMs, of the MFMAs' peak |",
+            "|---|---|---|---|---|---|---|---|",
         ]
     for row in report.get("others", ()):
         layer, kernel, activations = OTHERS[row["side"]].described
         cells = [layer, kernel, activations, str(row["tokens"]), f"{row['floor_us']:.1f}"]
-        lines.append(f"| {' | '.join(cells)} | {row['us']:.1f} ({len(row['launches'])}) | {row['us'] / row['floor_us']:.2f} |")
+        cells += [f"{row['us']:.1f} ({len(row['launches'])})", f"{row['us'] / row['floor_us']:.2f}"]
+        # With few tokens, the rate of the MFMAs says nothing.
+        cells.append(f"{row['mfma_us'] / row['gemms_us']:.0%}" if row["tokens"] > WHOLE else "")
+        lines.append(f"| {' | '.join(cells)} |")
     found = report["summary"]
     if found:
         lines += [
@@ -493,12 +522,28 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def renew(options: argparse.Namespace) -> None:
+    """Measures the sides ``options.others``, and replaces their rows in the report ``options.output``. The report then lists this
+    command line as well."""
+    report = json.loads(options.output.read_text())
+    counts = {side: list(OTHERS[side].tokens) for side in options.others}
+    found = measure_sides(counts, None, options.keep, options.jobs)
+    kept = {side: {row["tokens"]: row for row in report["others"] if row["side"] == side} for side in OTHERS}
+    kept |= {side: {int(n): {"side": side, "tokens": int(n), **row} for n, row in rows.items()} for side, rows in found.items()}
+    renewed = metadata_of(Path(__file__), None)
+    report["renewed"] = {name: renewed[name] for name in ("command", "git_commit", "date")}
+    report["assumptions"] = ASSUMPTIONS
+    report["others"] = [row for side in OTHERS for row in kept[side].values()]
+    publish(report, table(report), options, README, MARKS)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--portable-up-to", type=int, default=16, help="tokens up to which the portable kernel is measured")
     parser.add_argument("--by-token-up-to", type=int, default=TOKENS[-1], help="the same for ours with a scale a token")
     parser.add_argument("--others-up-to", type=int, default=TOKENS[-1], help="the same for what the second table has")
+    parser.add_argument("--others", nargs="*", choices=list(OTHERS), help="measure only these; --output has all other rows already")
     parser.add_argument("--keep", type=Path, help="a folder for what is measured, from which an interrupted run goes on")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--side", choices=sorted(ACTIVATIONS), help=argparse.SUPPRESS)
@@ -507,6 +552,9 @@ def main(arguments: list[str] | None = None) -> None:
         if options.side == "peer":
             prepare_peer(options.peer)
         print(json.dumps(measure_all(options.side, globals()[options.side], options.tokens, options.keep)))
+        return
+    if options.others is not None:
+        renew(options)
         return
     most = {"ours": TOKENS[-1], "by_token": options.by_token_up_to, "portable": options.portable_up_to}
     if options.peer is not None:

@@ -80,6 +80,26 @@ def test_every_number(gfx950: torch.device, dtype: torch.dtype) -> None:
     assert torch.equal(out.float().cpu().flatten(), numbers)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["one large", "no large", _slow("powers")])
+def test_magnitudes_of_queries(gfx950: torch.device, kind: str, dtype: torch.dtype) -> None:
+    """Results are as accurate as with 16-bit keys if the elements of a query differ in magnitude, although the kernels split
+    queries into fp8 planes. The large element does not count, because the keys are 0 there."""
+    arguments = inputs(gfx950, [300, 33], dtype=dtype, page_size=64, **ONE_SCALE)
+    q = arguments["q"].float()
+    if kind == "powers":
+        q = q * torch.logspace(-6, 0, q.shape[-1], 2.0, device=gfx950)
+    if kind == "one large":
+        q[..., 3] = 2000
+        arguments["k_cache"].view(torch.uint8)[..., 3] = 0
+    arguments["q"] = q.to(dtype)
+    got, lse = tokenspeed_kernel_amd.mha_decode_with_kvcache(**arguments, return_lse=True)
+    wanted, wanted_lse = _wanted(DECODE, arguments)
+    # The output's own rounding has an error of 1.7e-3 in bf16, and 2.1e-4 in fp16.
+    assert (got.float() - wanted).norm() <= (2.5e-3 if dtype == torch.bfloat16 else 3.2e-4) * wanted.norm()
+    assert (lse - wanted_lse).abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize("page_size", [16, 64, _slow(128)])
 @pytest.mark.parametrize("scales", ["a scale a key head", _slow("one scale"), _slow("no scales")])
 def test_decode_lengths(gfx950: torch.device, scales: str, page_size: int) -> None:
@@ -267,11 +287,15 @@ def test_refusals(emulator: Any, function: str, q_lens: list[int] | None, what: 
 # -- compiled code -------------------------------------------------------------------------------------------------------------
 
 
-def _check_widening(launch: Any, dtype: torch.dtype) -> None:
-    """Asserts that the hot loop converts two elements at a time, reads each element once, and writes only lists of pages to LDS."""
+def _check_conversions(launch: Any, dtype: torch.dtype) -> None:
+    """Asserts that the hot loop converts values two at a time, keys never, reads each element once, and writes only lists of pages
+    to LDS."""
     body = Counter(longest_loop_without_loops(launch.program.assembly.text))
     converted = body["v_cvt_scalef32_pk_bf16_fp8" if dtype == torch.bfloat16 else "v_cvt_scalef32_pk_f16_fp8"]
-    assert converted == 8 * body["ds_read_b128"] + 4 * body["ds_read_b64_tr_b8"]
+    assert converted == 4 * body["ds_read_b64_tr_b8"]
+    planes = 2 if dtype == torch.bfloat16 else 3
+    row_tiles = body["v_mfma_f32_16x16x32_fp8_fp8"] / (2 * planes * body["ds_read_b128"])
+    assert row_tiles in (1, 2)
     assert min(body["ds_read_b128"], body["ds_read_b64_tr_b8"]) > 0
     others = r"ds_(read2|read_[iu]|b?perm|swizzle|write_b(8|16|64|96|128))|v_perm_b32|v_bfe"
     assert not [name for name in body if re.match(others, name)]
@@ -280,13 +304,13 @@ def _check_widening(launch: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("options", "most", "waves"),
     [
-        ({}, 240, 4),
-        _slow({"dtype": torch.float16}, 240, 4),
-        _slow({"page_size": 16}, 260, 4),
-        _slow({"window_left": 127}, 270, 4),
-        _slow({"head_dim": 128}, 200, 2),
-        _slow({"max_seqlen_q": 4}, 180, 2),
-        _slow({"max_seqlen_q": 4, "head_dim": 128}, 130, 2),
+        ({}, 160, 4),
+        _slow({"dtype": torch.float16}, 140, 4),
+        _slow({"page_size": 16}, 180, 4),
+        _slow({"window_left": 127}, 190, 4),
+        _slow({"head_dim": 128}, 120, 2),
+        _slow({"max_seqlen_q": 4}, 120, 2),
+        _slow({"max_seqlen_q": 4, "head_dim": 128}, 90, 2),
     ],
     ids=str,
 )
@@ -295,19 +319,19 @@ def test_decode_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, option
     shape = {"heads": 64, "kv_heads": 8, "sinks": True, "page_size": 64, **options}
     tokenspeed_kernel_amd.mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **shape, **SCALE_A_HEAD))
     check_compiled(emulator.launches[0], waves, most)
-    _check_widening(emulator.launches[0], options.get("dtype", torch.bfloat16))
+    _check_conversions(emulator.launches[0], options.get("dtype", torch.bfloat16))
 
 
 @pytest.mark.parametrize(
     ("new", "options", "most"),
     [
-        (8, {}, 170),
-        _slow(1, {}, 240),
-        _slow(4, {}, 180),
-        _slow(4, {"head_dim": 128}, 200),
-        _slow(32, {}, 170),
-        _slow(8, {"window_left": 127}, 200),
-        _slow(32, {"head_dim": 128}, 200),
+        (8, {}, 120),
+        _slow(1, {}, 160),
+        _slow(4, {}, 120),
+        _slow(4, {"head_dim": 128}, 120),
+        _slow(32, {}, 120),
+        _slow(8, {"window_left": 127}, 150),
+        _slow(32, {"head_dim": 128}, 120),
     ],
     ids=str,
 )
@@ -315,4 +339,4 @@ def test_extend_resources(emulator: Any, new: int, options: dict[str, Any], most
     shape = {"heads": 16, "kv_heads": 2, "sinks": True, "page_size": 64, "is_causal": True, **options}
     tokenspeed_kernel_amd.mha_extend_with_kvcache(**inputs(torch.device("cpu"), [400], [new], **shape, **SCALE_A_HEAD))
     check_compiled(emulator.launches[0], 2, most, scalar_spills=40)
-    _check_widening(emulator.launches[0], torch.bfloat16)
+    _check_conversions(emulator.launches[0], torch.bfloat16)

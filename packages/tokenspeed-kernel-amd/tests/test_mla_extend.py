@@ -11,11 +11,12 @@ from tokenspeed_kernel import mla_extend_with_kvcache as operator
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_amd import mla_extend_with_kvcache
-from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.cases import Case, Recipe
 from tokenspeed_kernel_base.explanation import NoKernelFoundError
 from tokenspeed_kernel_base.launchers import unchecked
+from tokenspeed_kernel_base.ops.attention._inputs import paged
 
-from .latents import E4M3, FP8_ERROR, inputs, reference
+from .latents import DEEPSEEK, E4M3, FP8_ERROR, inputs, reference
 from .paging import ERROR, cases, check, check_case, kernel_of, nothing_read_on_the_host, pretend_compute_units, spills
 
 EXTEND, SPLIT = ["mla_extend_kernel"], ["mla_decode_kernel"]
@@ -129,11 +130,35 @@ def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
     check_case(gfx950, "mla_extend_with_kvcache", case)
 
 
+def _small(kv_lens: list[int], new: list[int], **options: Any) -> Recipe:
+    return paged(kv_lens, new, **{**DEEPSEEK, "is_causal": True, **options})
+
+
+# On a device of 8 CUs, the first call has a workgroup for each tile of 32 rows. The calls with fewer tiles have splits.
+SMALL = [
+    Case("tiles", _small([90, 33, 20], [7, 1, 20], padding=9, page_size=16, window_left=50, freed=True, return_lse=True)),
+    Case("fp8 q and cache", _small([150, 3, 0, 65], [2, 3, 0, 1], dtype=E4M3, scales=("q_scale", "kv_scale"), return_lse=True)),
+    Case("fp8 cache, all seen", _small([130, 3], [2, 3], is_causal=False, cache_dtype=E4M3, scales=("kv_scale",))),
+    Case("splits", _small([300, 3, 0], [2, 1, 0])),
+    Case("no sequences", _small([], [], padding=20)),
+]
+
+
 @pytest.mark.slow
-def test_the_kit_finds_nothing(gfx950: torch.device) -> None:
-    findings = conform(kernel_of("mla_extend_with_kvcache"), gfx950, Options(shrink_seconds=0))
+def test_the_kit_finds_nothing(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's own cases have up to 1024 workgroups, which take 10 minutes in the kit. `test_a_case_of_the_operator` runs
+    them once."""
+    pretend_compute_units(monkeypatch, 8)
+    findings = conform(kernel_of("mla_extend_with_kvcache"), gfx950, Options(shrink_seconds=0), SMALL)
     assert_none_wrong(findings)
     assert {"values", "trait edges", "strides", "bounds"} <= {finding.check for finding in findings if finding.status == "passed"}
+
+
+@pytest.mark.parametrize("case", SMALL[:-1], ids=lambda case: case.name)
+def test_the_kits_calls_launch_both_kernels(emulator: Any, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    pretend_compute_units(monkeypatch, 8)
+    mla_extend_with_kvcache(**case.build("cpu"))
+    assert [launch.kernel for launch in emulator.launches] == (EXTEND if case.name == "tiles" else SPLIT)
 
 
 # -- compiled code -------------------------------------------------------------------------------------------------------------

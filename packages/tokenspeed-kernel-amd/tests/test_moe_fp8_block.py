@@ -28,7 +28,7 @@ from .paging import check_case, kernel_of, spills
 
 moe_topk_apply = unchecked(tokenspeed_kernel.moe_topk_apply, launcher_of_moe_topk_apply)
 
-NARROW, BROAD = grouped.Tile(16, 4), grouped.Tile(32, 4)
+NARROW, BROAD, WIDE = grouped.Tile(16, 4), grouped.Tile(32, 4), grouped.Tile(128, 8, wide=True, blocks=3)
 # Compiling a kernel takes longer than emulating it. So tests that need no particular layer share this one, and its kernels.
 SMALL = (4, 2, 96, 224)
 ROUNDED: list[dict[str, Any]] = [{"activation_dtype": dtype} for dtype in ("fp8", "none", "mxfp4", "fp8_static")]
@@ -101,6 +101,9 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 TILES: list[Any] = [
     (NARROW, ROUNDED[0]),
     (BROAD, {**ROUNDED[1], **GPT_OSS}),
+    (WIDE, ROUNDED[0]),
+    (WIDE, {**ROUNDED[3], **GPT_OSS}),
+    *(pytest.param(WIDE, {**ROUNDED[kind], **GPT_OSS}, marks=pytest.mark.slow) for kind in (0, 2)),
     *(
         pytest.param(tile, {**options, **GPT_OSS}, marks=pytest.mark.slow)
         for tile in (NARROW, BROAD)
@@ -225,13 +228,14 @@ def test_compiled_code(emulator: Any, options: dict[str, Any]) -> None:
     layer = layer_of(cpu, 2, 2, 992, 32, **options)
     for tile in {NARROW, grouped.tile_for(10**6, layer.plan)}:
         grouped.moe_apply_many(*_arguments(layer, 3), tile=tile)
-    launches = [launch for launch in emulator.launches if launch.kernel in ("first_kernel", "second_kernel", "grouped_kernel")]
+    names = ("first_kernel", "second_kernel", "grouped_kernel", "wide_kernel")
+    launches = [launch for launch in emulator.launches if launch.kernel in names]
     assert launches
     for launch in launches:
         text = launch.program.assembly.text
         assert not any(spills(text).values())
         assert "s_cbranch_execnz" not in text
-        if launch.kernel == "grouped_kernel":
+        if launch.kernel in names[2:]:
             assert launch.counters.total("lds_conflicts") == 0
 
 
@@ -241,13 +245,17 @@ def _arguments(layer: RandomLayer, tokens: int) -> tuple[Any, ...]:
 
 
 def test_launches(emulator: Any) -> None:
-    """A call has the same launches as with mxfp4 weights, but never the wide kernel."""
+    """A call has the same launches as with mxfp4 weights."""
     layer = layer_of(torch.device("cpu"), *SMALL, activation_dtype="fp8")
     moe_apply(*_arguments(layer, 5))
     assert [launch.kernel for launch in emulator.launches] == ["first_kernel", "second_kernel"]
-    moe_apply(*_arguments(layer, 70))
+    moe_apply(*_arguments(layer, 40))
     names = ["route_kernel", "grouped_kernel", "encode_kernel", "grouped_kernel", "combine_kernel"]
     assert [launch.kernel for launch in emulator.launches[2:]] == names
+    del emulator.launches[:]
+    moe_apply(*_arguments(layer, 100))
+    names = ["route_kernel", "wide_kernel", "encode_kernel", "wide_kernel", "combine_kernel"]
+    assert [launch.kernel for launch in emulator.launches] == names
 
 
 def test_who_serves_what(gfx950: torch.device) -> None:

@@ -6,6 +6,7 @@ A port to another architecture provides a module with the same names. Kernels im
 * ``mfma_layout``, ``mfma_scale_layout``: register layouts of accumulators and of scales. ``padded_shared_layout``: an LDS layout
   that can be read as an MFMA operand without bank conflicts.
 * ``buffer_load``, ``buffer_store``: memory accesses with a 32-bit offset and a bounds check.
+* ``sched_barrier``: LLVM moves no instruction across it.
 * ``wait_for_stores``: needed before a barrier after which a flag in global memory is set.
 * ``copies``: asynchronous copies from global memory to LDS, and LDS loads before which the compiler inserts no wait for copies in
   flight.
@@ -17,8 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 from triton.experimental.gluon.language.amd.cdna4 import async_copy as copies
+from triton.experimental.gluon.language.amd.hint import sched_barrier
 
-__all__ = ["copies"]
+__all__ = ["copies", "sched_barrier"]
 
 VERSION = 4  # version of the MFMA instructions
 

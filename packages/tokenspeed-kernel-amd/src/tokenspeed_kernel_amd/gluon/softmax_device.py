@@ -32,6 +32,7 @@ class Scaling:
 
     Attributes:
         scale: factor of the dot products: ``softmax_scale * log2(e)``, or ``2 * log2(e) * softmax_scale / logit_cap`` if capped.
+            One value, or float32 [rows] if rows of q are scaled.
         cap: ``logit_cap * log2(e)``; only if capped.
         capped: whether there is a logit cap.
     """
@@ -107,13 +108,22 @@ def nothing_seen(rows: gl.constexpr, v_head_dim: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
+def scaled(dot_products, scaling):
+    """Returns the dot products, [rows, keys], times ``scaling.scale``."""
+    scale = scaling.scale
+    if len(scale.shape) == 1:
+        scale = scale[:, None]
+    return dot_products * scale
+
+
+@gluon.jit
 def cap_scores(dot_products, scaling):
     """With a cap, returns ``logit_cap * tanh(score / logit_cap) * log2(e)``. Without a cap, returns the unscaled dot products,
     which are scaled later."""
     if scaling.capped:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)). This form is correct even if exp overflows to infinity or underflows to 0.
         # The division is v_rcp_f32, with an error of 1 ulp; an IEEE division would be ten instructions.
-        dot_products = scaling.cap - libdevice.fast_dividef(2 * scaling.cap, 1 + gl.exp2(dot_products * scaling.scale))
+        dot_products = scaling.cap - libdevice.fast_dividef(2 * scaling.cap, 1 + gl.exp2(scaled(dot_products, scaling)))
     return dot_products
 
 
@@ -133,7 +143,7 @@ def softmax_step(scores, state, scaling, LIFT: gl.constexpr = 0):
     else:
         highest *= scaling.scale
         row_max = larger(state.row_max, highest - LIFT if LIFT > 0 else highest)
-        weights = gl.exp2(scores * scaling.scale - row_max[:, None])
+        weights = gl.exp2(scaled(scores, scaling) - row_max[:, None])
     shrink = gl.exp2(state.row_max - row_max)
     sums = lane_sums(weights)
     acc = state.acc * shrink[:, None]
@@ -147,7 +157,7 @@ def weigh(scores, state, scaling):
     if scaling.capped:
         weights = gl.exp2(scores - state.row_max[:, None])
     else:
-        weights = gl.exp2(scores * scaling.scale - state.row_max[:, None])
+        weights = gl.exp2(scaled(scores, scaling) - state.row_max[:, None])
     return weights, SoftmaxState(state.acc, state.row_max, state.row_sum + lane_sums(weights))
 
 

@@ -36,8 +36,11 @@ class Config:
         stages: pipeline stages per wave if the launch has few workgroups. Without splits, a wave has twice as many stages. With fp8
             caches, a wave has half as many, since a block then has 64 keys instead of 32. If there are many workgroups, a wave has
             1 stage.
-        waves: a large batch is divided into this many splits per CU, a small batch into two per CU.
-        long: target length of a split, in keys. Splits are shorter only if longer ones would be fewer than two per CU.
+        per_unit: a small batch is divided into this many splits per CU. With brief splits, ``brief_per_unit``; with fp8 caches,
+            ``fp8_per_unit``.
+        brief: with ``per_unit`` splits per CU, splits of at most this many keys are brief, and latency limits the launch.
+        waves: a large batch is divided into this many splits per CU.
+        long: target length of a split, in keys. Splits are shorter only if longer ones would be fewer than ``per_unit`` per CU.
         least: minimum length of a split, in keys.
         whole: a number of keys. If no sequence has more visible keys, no sequence is split.
         merged: maximum number of splits that the merge kernel loads at once.
@@ -46,6 +49,12 @@ class Config:
     # One sequence of 1024 keys takes 2.70 us; 3.01 us with stages = 1, 3.16 us with 4. In a window of 128, where a wave has 4
     # stages, it takes 2.61 us; 2.76 us with 2 stages, 3.98 us with 8.
     stages: int = 2
+    per_unit: int = 2  # 16 sequences of 8192: 34.5 us; 34.6 us with 3, which writes more partial results
+    brief_per_unit: int = 3  # 16 sequences of 1024: 5.3 us; 5.5 us with 2
+    # 16 sequences of 1024, 2048 and 8192: 4.8, 6.1 and 17.9 us; 6.0, 8.6 and 17.9 us with 2. The conversion of values to 16 bits
+    # needs all SIMDs.
+    fp8_per_unit: int = 4
+    brief: int = 256
     waves: int = 8
     long: int = 1024  # 128 sequences of 1024 keys: 34.2 us; 36.3 us with 512
     least: int = 64
@@ -81,7 +90,7 @@ class SplitPlan(NamedTuple):
         aligned: splits begin at positions that are multiples of this number of tokens.
         block_n: keys per block.
         split_kv: whether sequences may have several splits.
-        at_once: number of splits that give every CU two workgroups.
+        at_once: number of splits that give every CU `Config.per_unit` workgroups.
         waves: a large batch is divided into ``waves * at_once`` splits.
         long, short: target and minimum length of a split, in blocks.
         lengths: how many sequences' lengths a workgroup loads at once.
@@ -184,12 +193,13 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
     in_view = call.keys_in_view(tile, q_len)
     compute_units = current_compute_units()
     few = batch * columns <= 2 * compute_units
-    # 16 sequences of 8192: 34.4 us with waves = 1; 34.7 us with waves = 2, including 0.1 us for merging. With fp8 caches: 17.9 us
-    # with waves = 3, 28.6 us with waves = 1, because the conversion of fp8 needs more waves per CU.
-    waves = (3 if call.fp8 else 1) if few else CONFIG.waves // 2
+    per_unit = CONFIG.per_unit
+    if call.fp8 or batch * in_view * columns <= CONFIG.brief * per_unit * compute_units:
+        per_unit = CONFIG.fp8_per_unit if call.fp8 else CONFIG.brief_per_unit
+    waves = (2 if call.fp8 else 1) if few else CONFIG.waves // per_unit
     at_once = extra_splits = 0
     if in_view > CONFIG.whole:
-        at_once = max(1, 2 * compute_units // columns)
+        at_once = max(1, per_unit * compute_units // columns)
         extra_splits = min(at_once * waves, batch * -(-in_view // CONFIG.least))
     splits = batch + extra_splits if extra_splits > 1 else batch
     has_splits = splits > batch

@@ -20,6 +20,7 @@ from tokenspeed_kernel_amd.gfx950.common.paging_device import (
     list_pages,
     page_span,
 )
+from tokenspeed_kernel_amd.gfx950.common.planes_device import leading_bits, row_factors, scale_rows
 from tokenspeed_kernel_amd.gfx950.common.split_device import last_to_arrive
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
 from tokenspeed_kernel_amd.gluon.mask_device import hide_unseen
@@ -81,7 +82,7 @@ class Operands:
     Attributes:
         high: the rows, or their first fp8 plane.
         low: the second fp8 plane, which holds the rounding error of the first plane. With one plane, not used.
-        factor: [rows]; with two planes, the dot products are multiplied by this factor.
+        factor: float32 [rows], by which dot products of two planes must be multiplied; with one plane, not used.
         planes: number of planes.
     """
 
@@ -183,12 +184,8 @@ def magnitudes(q, layout: gl.constexpr):
 @gluon.jit
 def split_in_planes(q, factor):
     """Splits ``q * factor`` into two fp8 planes, whose sum has 8 significant bits like bfloat16."""
-    row: gl.constexpr = gl.SliceLayout(1, q.type.layout)
-    values = q.to(gl.float32) * gl.convert_layout(factor, row, assert_trivial=True)[:, None]
-    # Rounds to 4 significant bits, as many as e4m3 has: a float32 has 24, and the addition of ``shifted`` drops the lowest 20.
-    shifted = values * 2.0**20
-    high = (values + shifted) - shifted
-    return high.to(gl.float8e4nv), (values - high).to(gl.float8e4nv)
+    high, error = leading_bits(scale_rows(q, factor))
+    return high, error.to(gl.float8e4nv)
 
 
 @gluon.jit
@@ -205,9 +202,7 @@ def as_operands(q, cache, layouts: gl.constexpr):
         largest = larger(magnitudes(q.latents, lanes), magnitudes(q.ropes, lanes))
         if cache.halves == 2:
             largest = larger(largest, magnitudes(q.others, lanes))
-        # A power of two that scales each row's largest magnitude into [128, 256). The largest e4m3 value is 448.
-        exponent = gl.maximum(gl.reduce(largest, 1, larger).to(gl.int32, bitcast=True) >> 23 & 0xFF, 16)
-        factor = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
+        factor, back = row_factors(gl.reduce(largest, 1, larger))
         latents, low_latents = split_in_planes(q.latents, factor)
         ropes, low_ropes = split_in_planes(q.ropes, factor)
         others = latents
@@ -216,7 +211,7 @@ def as_operands(q, cache, layouts: gl.constexpr):
             others, low_others = split_in_planes(q.others, factor)
         store_queries(Queries(latents, others, ropes), cache, 0)
         store_queries(Queries(low_latents, low_others, low_ropes), cache, 1)
-        back = gl.convert_layout(((exponent - 7) << 23).to(gl.float32, bitcast=True), row)
+        back = gl.convert_layout(back, row)
         operands = Operands(load_operands(cache, layouts, m, 0), load_operands(cache, layouts, m, 1), back, 2)
     return operands
 
@@ -282,7 +277,7 @@ def add_dots(dots, q, low, rows, buffer, PLANES: gl.constexpr):
 
 @gluon.jit
 def qk_mma(q, cache, buffer):
-    """Returns the dot products of q and the keys in an LDS buffer."""
+    """Returns the dot products of q and the keys in an LDS buffer, without the factor of `Operands`."""
     layout: gl.constexpr = q.high.latents.type.layout.parent
     rope_layout: gl.constexpr = q.high.ropes.type.layout.parent
     dots = gl.zeros([q.high.latents.shape[0], cache.latents.shared.shape[1]], gl.float32, rope_layout)
@@ -290,10 +285,7 @@ def qk_mma(q, cache, buffer):
     dots = gl.convert_layout(dots, layout, assert_trivial=True)
     if cache.halves == 2:
         dots = add_dots(dots, q.high.others, q.low.others, cache.others, buffer, q.planes)
-    dots = add_dots(dots, q.high.latents, q.low.latents, cache.latents, buffer, q.planes)
-    if q.planes == 2:
-        dots *= q.factor[:, None]
-    return dots
+    return add_dots(dots, q.high.latents, q.low.latents, cache.latents, buffer, q.planes)
 
 
 @gluon.jit
@@ -343,6 +335,10 @@ def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, beg
     q = load_tile(operands, shape, tile, half)
     copy_keys(cache, begin, begin, 0)
     q = as_operands(q, cache, layouts)
+    scale = scaling.scale
+    if q.planes == 2:
+        scale *= q.factor
+    scaling = Scaling(scale, scaling.cap, scaling.capped)
     state = initial_state(tile_shape.m, RANK // shape.halves, block_n, layouts.mfma)
     for first in range(begin, end, span):
         if first > begin:

@@ -5,9 +5,9 @@ copy into a key buffer starts as soon as the block's scores are computed. The ne
 MFMAs. The softmax and the PV MFMAs overlap the copy of keys, and the next QK MFMAs overlap the copy of values. With enough waves
 per CU, one stage therefore suffices.
 
-fp8 keys and values are converted to q's dtype in registers, two at a time, after they are read from LDS. The key scale is folded
-into the softmax scale; the value scale multiplies the output. fp8 blocks have 64 keys, which take as many bytes as 32 keys of 16
-bits.
+With fp8 caches, q is split into fp8 planes (`planes_device`), so keys are not converted. fp8 values are converted to q's dtype in
+registers, two at a time, after they are read from LDS. The key scale is folded into the softmax scale; the value scale multiplies
+the output. fp8 blocks have 64 keys, which take as many bytes as 32 keys of 16 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950.common.layouts_device import attention_layouts
-from tokenspeed_kernel_amd.gfx950.common.mma_device import load_keys, load_values, pv_mma, qk_mma
+from tokenspeed_kernel_amd.gfx950.common.mma_device import load_values, pv_mma
 from tokenspeed_kernel_amd.gfx950.common.paging_device import (
     PagedCache,
     PagedRows,
@@ -26,6 +26,7 @@ from tokenspeed_kernel_amd.gfx950.common.paging_device import (
     list_pages,
     page_span,
 )
+from tokenspeed_kernel_amd.gfx950.common.planes_device import as_planes, dot_products
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
 from tokenspeed_kernel_amd.gluon.mask_device import hide_unseen
 from tokenspeed_kernel_amd.gluon.softmax_device import (
@@ -95,7 +96,10 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
     visible = visible_positions(tile, length, variant.window_left, ends_differ, layouts.mfma)
     if (begin < end) & (tile.first_row < tile.q_len * tile.gqa_ratio):
         scale = scaled(operands.scale, operands.k_scale, tile.kv_head, strides.k_scale_head)
-        state = attend_blocks(q, cache, begin, end, visible, Scaling(scale, operands.cap, variant.capped), tile_shape)
+        planes = as_planes(q, stored, gl.SliceLayout(1, layouts.mfma))
+        if planes.count > 1:
+            scale *= planes.factor
+        state = attend_blocks(planes, cache, begin, end, visible, Scaling(scale, operands.cap, variant.capped), tile_shape)
         acc = scaled(state.acc, operands.v_scale, tile.kv_head, strides.v_scale_head)
         state = SoftmaxState(acc, state.row_max, state.row_sum)
     return state
@@ -108,7 +112,7 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
     span: gl.constexpr = page_span(cache.page_size, block_n)
-    state = initial_state(tile_shape.m, cache.values.shared.shape[2], block_n, q.type.layout.parent)
+    state = initial_state(tile_shape.m, cache.values.shared.shape[2], block_n, q.high.type.layout.parent)
     for first in range(begin, end, span):
         list_pages(cache, first)
         stop = gl.minimum(first + span, end)
@@ -136,11 +140,11 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
             start = first + (fetching + stage) * block_n
             buffer = (fetching + stage) % stages
             copies.wait_group(2 * (stages - stage) - 1)
-            scores = cap_scores(qk_mma(q, load_keys(q, cache.keys.shared.index(buffer))), scaling)
+            scores = cap_scores(dot_products(q, cache.keys.shared.index(buffer)), scaling)
             scores = hide_unseen(scores, visible, start, stop, visible.ends_differ, True)
             weights, state = softmax_step(scores, state, scaling)
             copies.wait_group(2 * (stages - stage) - 2)
-            acc = pv_mma(weights, load_values(q, cache.values.shared.index(buffer)), state.acc, q.dtype)
+            acc = pv_mma(weights, load_values(q.high, cache.values.shared.index(buffer)), state.acc, q.dtype)
             state = SoftmaxState(acc, state.row_max, state.row_sum)
     return summed(state)
 
@@ -160,12 +164,12 @@ def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_
     buffer = block % tile_shape.stages
     page = find_pages(cache, first, ahead, cache.keys)
     copies.wait_group(2 * tile_shape.stages - 1)
-    scores = qk_mma(q, load_keys(q, cache.keys.shared.index(buffer)))
+    scores = dot_products(q, cache.keys.shared.index(buffer))
     copy_block(cache, cache.keys, buffer, page, ahead, False)
     scores = hide_unseen(cap_scores(scores, scaling), visible, start, end, ENDS, False)
     weights, state = softmax_step(scores, state, scaling)
     copies.wait_group(2 * tile_shape.stages - 1)
-    acc = pv_mma(weights, load_values(q, cache.values.shared.index(buffer)), state.acc, q.dtype)
+    acc = pv_mma(weights, load_values(q.high, cache.values.shared.index(buffer)), state.acc, q.dtype)
     if cache.keys.copy != cache.values.copy:
         page = find_pages(cache, first, ahead, cache.values)
     copy_block(cache, cache.values, buffer, page, ahead, True)

@@ -310,18 +310,22 @@ def steps_of(tensor, AXIS: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def factors_of(words, warps: gl.constexpr, acc_layout: gl.constexpr):
     """Returns the fp8 block scales of a quad's four steps as a tuple; each is float32 [16 * warps, 1], a value per row."""
-    by_warp: gl.constexpr = rows_layout(warps)
     factors = ()
     even, odd = gl.split(words.reshape(warps, 2, 2))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     for factor in gl.static_range(4):
-        one = (first, second, third, fourth)[factor]
-        one = gl.convert_layout(one, gl.SliceLayout(1, by_warp), assert_trivial=True)[:, None]
-        rows, _ = gl.broadcast(one, gl.zeros([warps, 16], gl.float32, by_warp))
-        rows = gl.convert_layout(rows.reshape(16 * warps), gl.SliceLayout(1, acc_layout), assert_trivial=True)
-        factors += (rows[:, None],)
+        factors += (factor_of((first, second, third, fourth)[factor], warps, acc_layout),)
     return factors
+
+
+@gluon.jit
+def factor_of(scale, warps: gl.constexpr, acc_layout: gl.constexpr):
+    """Returns fp8 block scales, float32 [warps] or [warps, 1], as float32 [16 * warps, 1], a value per row."""
+    by_warp: gl.constexpr = rows_layout(warps)
+    one = gl.convert_layout(scale.reshape(warps), gl.SliceLayout(1, by_warp), assert_trivial=True)[:, None]
+    rows, _ = gl.broadcast(one, gl.zeros([warps, 16], gl.float32, by_warp))
+    return gl.convert_layout(rows.reshape(16 * warps), gl.SliceLayout(1, acc_layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
