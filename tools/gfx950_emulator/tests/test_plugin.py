@@ -118,7 +118,7 @@ def test_fixture_and_marker(tmp_path: Path) -> None:
 
 def test_the_marker_is_declared(tmp_path: Path) -> None:
     out = _pytest(tmp_path, "--markers")
-    assert "@pytest.mark.emulated(**settings): run the test's kernels on the gfx950 emulator" in out
+    assert "@pytest.mark.emulated(**settings): run the test's kernels on the gfx950 (or gfx942) emulator" in out
 
 
 def test_the_plugin_imports_neither_torch_nor_triton(tmp_path: Path) -> None:
