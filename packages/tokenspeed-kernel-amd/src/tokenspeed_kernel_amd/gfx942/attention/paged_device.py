@@ -3,9 +3,9 @@
 A workgroup is one wave. Keys and values never enter LDS: each lane loads from global memory what its MFMA operands need. The loads
 of the next block, and of the page numbers of the block after it, are in flight while a block is computed.
 
-A lane needs 8 adjacent elements (16 bytes) of a key, so keys are loaded in the layout of the operand. Of the values, a lane needs
-one column of four adjacent keys. It loads four to eight adjacent columns of these keys instead, and permutes registers
-(`permuted_columns`). The columns of the accumulators are then permuted too, until `in_order`.
+A lane needs 8 adjacent elements (16 bytes) of a key, so keys are loaded in the layout of the operand. A lane also needs one column
+of four adjacent values. It loads four to eight adjacent columns of them instead, and permutes registers (`permuted_columns`). The
+columns of the accumulators are then permuted too, until `in_order`.
 
 fp8 keys and values are converted to q's dtype in registers. The key scale is folded into the softmax scale; the value scale
 multiplies the output.
