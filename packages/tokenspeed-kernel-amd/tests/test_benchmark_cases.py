@@ -62,13 +62,13 @@ def test_attention_on_gfx942(timing_programs: Callable[[str], ModuleType], run: 
 
 
 def test_the_committed_report_of_gfx942(timing_programs: Callable[[str], ModuleType]) -> None:
-    """The README shows the committed report. Our times meet the bar, except for calls that are shown for information."""
+    """The README shows the committed report. Our times meet the bar."""
     program = timing_programs("timing_model_gfx942")
     report = json.loads((FOLDER / "timing_model_gfx942.json").read_text())
     assert program.table(report) in (FOLDER.parent / "README.md").read_text()
     assert [row["case"] for row in report["rows"]] == [case.name for case in program.CASES]
-    for case, row in zip(program.CASES, report["rows"], strict=True):
-        assert not case.bar or row["ours"]["us"] <= program.BAR * row["portable"]["us"]
+    for row in report["rows"]:
+        assert row["ours"]["us"] <= program.BAR * row["portable"]["us"]
 
 
 @pytest.mark.slow

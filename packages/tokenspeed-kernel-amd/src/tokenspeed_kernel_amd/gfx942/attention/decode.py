@@ -63,8 +63,8 @@ def _tile(call: Call, rows: int) -> TileShape:
     """Returns the one-wave tile for ``rows`` query rows (tokens times query heads) of a KV head: 16 or 32 rows. More than 32 rows
     need several tiles.
 
-    A wave holds two blocks of keys and values in registers. By the emulator's timing model, 16 sequences of 2048 keys take 14.7 us
-    with blocks of 64 keys and 18.0 us with blocks of 32; with fp8 caches, 12.9 us and 17.8 us. With more rows or wider heads,
+    A wave holds two blocks of keys and values in registers. By the emulator's timing model, 16 sequences of 2048 keys take 14.5 us
+    with blocks of 64 keys and 17.9 us with blocks of 32; with fp8 caches, 12.8 us and 17.7 us. With more rows or wider heads,
     blocks of 64 keys would spill registers.
     """
     small = rows <= 16 and call.q.shape[2] == call.v_cache.shape[3] == 64

@@ -37,12 +37,22 @@ def permuted_columns(values):
     return values.reshape([keys, 16, each]).permute([0, 2, 1]).reshape([keys, 16 * each])
 
 
+@gluon.constexpr_function
+def adjacent_first(layout):
+    """Returns a layout with the same elements in each lane, in which adjacent columns are in adjacent registers. Only then are they
+    stored together."""
+    return gl.DistributedLinearLayout(
+        sorted(layout.reg_bases), layout.lane_bases, layout.warp_bases, layout.block_bases, layout.shape
+    )
+
+
 @gluon.jit
 def in_order(state):
     """Returns the softmax state with the columns of its accumulators, which are those of `permuted_columns`, in their order."""
     rows: gl.constexpr = state.acc.shape[0]
     each: gl.constexpr = state.acc.shape[1] // 16
     acc = state.acc.reshape([rows, each, 16]).permute([0, 2, 1]).reshape([rows, 16 * each])
+    acc = gl.convert_layout(acc, adjacent_first(acc.type.layout), assert_trivial=True)
     row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     return SoftmaxState(acc, gl.convert_layout(state.row_max, row), gl.convert_layout(state.row_sum, row))
 
