@@ -96,8 +96,8 @@ def interpret(session: nox.Session) -> None:
 
 @nox.session
 def emulate(session: nox.Session) -> None:
-    """Runs the tests of the gfx950 emulator. Runs tests of the AMD wheel's kernels and of the GPT-OSS runtime on this emulator.
-    Needs no GPU.
+    """Runs the tests of the emulator of gfx950 and gfx942. Runs tests of the AMD wheel's kernels and of the GPT-OSS runtime on this
+    emulator. Needs no GPU.
 
     Arguments replace pytest's.
     """

@@ -397,7 +397,7 @@ def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
     xcds = math.gcd(case.heads, 8)
     columns, workers = case.sequences * case.heads // xcds, workers // xcds
     count = case.length // tiles.rows
-    units = min(workers, hw.COMPUTE_UNITS // xcds)
+    units = min(workers, hw.MI355X.compute_units // xcds)
     found: dict[int, list[int]] = {}
     for worker in range(workers):
         unit, turn, mine = worker % units, worker // units, []
@@ -412,7 +412,7 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
     """Returns the compute time of a prefill on the whole device in seconds: the time of the CU with the most work."""
     from gfx950_emulator import hardware as hw
 
-    units = hw.COMPUTE_UNITS
+    units = hw.MI355X.compute_units
     count = case.length // tiles.rows
     if own_order:
         xcds = math.gcd(case.heads, 8)
@@ -434,7 +434,7 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
                 alone[unit] = max(alone[unit], tiles.alone.idle + tiles.alone.tile(place))
                 heapq.heappush(loads, (least + tiles.together.tile(place), unit))
         load = [cycles for cycles, _ in sorted(loads, key=lambda entry: entry[1])]
-    return max(map(max, alone, load)) / hw.CLOCK_HZ
+    return max(map(max, alone, load)) / hw.MI355X.clock_hz
 
 
 def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
@@ -446,8 +446,8 @@ def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
     tiles, full = tiles_of(case.sample, launch, fits)
     compute = prefill_seconds(case, tiles, own_order)
     values = 2 * case.sequences * case.length * HEAD_DIM * (case.heads + case.kv_heads)  # q and out, k and v
-    memory = 2 * values / hw.HBM_BYTES_PER_SECOND
-    slow_memory = 2 * values / hw.HBM_ACHIEVED_BYTES_PER_SECOND
+    memory = 2 * values / hw.MI355X.hbm_bytes_per_second
+    slow_memory = 2 * values / hw.MI355X.hbm_achieved_bytes_per_second
     return {
         **_facts(launch, fits),
         "us": max(compute, memory) * 1e6,

@@ -53,7 +53,7 @@ class Case:
         from gfx950_emulator import hardware as hw
 
         size = 17 / 32 if WEIGHTS[self.activation_dtype] == "mxfp4" else 1
-        return self.k * self.n * size / hw.HBM_BYTES_PER_SECOND * 1e6
+        return self.k * self.n * size / hw.MI355X.hbm_bytes_per_second * 1e6
 
 
 CASES = [Case(tokens, 2048, 4096, dtype) for tokens in (1, 16) for dtype in WEIGHTS]

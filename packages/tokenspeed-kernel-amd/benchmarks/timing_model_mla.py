@@ -63,7 +63,7 @@ class Case:
         from gfx950_emulator import hardware as hw
 
         stored = self.sequences * self.length * (RANK + ROPE) * self.cache.itemsize
-        return stored / hw.HBM_BYTES_PER_SECOND * 1e6
+        return stored / hw.MI355X.hbm_bytes_per_second * 1e6
 
     def inputs(self) -> dict[str, Any]:
         """Returns the operator's arguments."""

@@ -79,14 +79,14 @@ class Case:
             "fp8": 4 * lines,
             "fp8 blocks": 4 * -(-self.k // 128) * (self.m + -(-self.n // 128)),
         }.get(self.format, lines * self.k // 32)
-        return (lines * self.k * self.pair_bytes / 2 + scales + 2 * self.m * self.n) / hw.HBM_BYTES_PER_SECOND * 1e6
+        return (lines * self.k * self.pair_bytes / 2 + scales + 2 * self.m * self.n) / hw.MI355X.hbm_bytes_per_second * 1e6
 
     @property
     def floor_us(self) -> float:
         from gfx950_emulator import hardware as hw
 
-        flops_per_cycle = hw.COMPUTE_UNITS * 16384 / self.pair_bytes
-        return max(self.memory_us, 2 * self.m * self.k * self.n / flops_per_cycle / hw.CLOCK_HZ * 1e6)
+        flops_per_cycle = hw.MI355X.compute_units * 16384 / self.pair_bytes
+        return max(self.memory_us, 2 * self.m * self.k * self.n / flops_per_cycle / hw.MI355X.clock_hz * 1e6)
 
     def inputs(self, m: int, n: int) -> dict[str, Any]:
         """Returns the operator's arguments, for these sizes instead of the call's."""
@@ -140,7 +140,7 @@ def measure_sample(case: Case) -> dict[str, Any]:
     from gfx950_emulator import timing
     from tokenspeed_kernel_amd.gfx950.gemm import mm as launcher
 
-    config = launcher.config_of(case.m, case.n, hw.COMPUTE_UNITS, case.pair_bytes)
+    config = launcher.config_of(case.m, case.n, hw.MI355X.compute_units, case.pair_bytes)
     tiles = -(-case.m // config.block_m) * -(-case.n // config.block_n)
     # As many CUs as tiles: the whole call does not split k either.
     as_whole = {"config_of": lambda *_: config, "current_compute_units": lambda: SAMPLED**2}
@@ -149,7 +149,7 @@ def measure_sample(case: Case) -> dict[str, Any]:
     costs = timing.instruction_costs(launch.counters)
     trace = timing.instructions_of(launch.counters, 0)
     fits = timing.occupancy(launch.program.assembly, launch.waves, launch.lds)
-    of_cu = -(-tiles // hw.COMPUTE_UNITS)
+    of_cu = -(-tiles // hw.MI355X.compute_units)
     together = min(fits.workgroups, of_cu)
     alone = timing.simulate(costs, [trace], 10**6)
     full = timing.simulate(costs, [trace] * together, 10**6)
@@ -165,7 +165,7 @@ def measure_sample(case: Case) -> dict[str, Any]:
         "mfma_busy": round(full.busy["MFMA"], 3),
         "bound_by": full.bound_by,
     }
-    return {"us": max(cycles / hw.CLOCK_HZ * 1e6, case.memory_us), "launches": [found]}
+    return {"us": max(cycles / hw.MI355X.clock_hz * 1e6, case.memory_us), "launches": [found]}
 
 
 def measure(case: Case, side: str) -> dict[str, Any] | None:

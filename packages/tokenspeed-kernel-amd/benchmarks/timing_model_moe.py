@@ -330,9 +330,9 @@ def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0, parts: 
         full = timing.simulate(costs, [traces] * found.occupancy.workgroups, max_instructions=2_000_000)
         spans = report.program.blocks.items()
         work = counters.trace.work({start: sum(costs[i].weight for i in range(start, block.end)) for start, block in spans})
-        share = parts * scale * sum(work.values()) / work[found.workgroup] / hw.COMPUTE_UNITS
-        compute = max(found.alone.cycles, share * full.cycles / full.workgroups) / hw.CLOCK_HZ
-        memory = parts * (scale * (counters.memory_bytes - fixed_bytes) + fixed_bytes) / hw.HBM_BYTES_PER_SECOND
+        share = parts * scale * sum(work.values()) / work[found.workgroup] / hw.MI355X.compute_units
+        compute = max(found.alone.cycles, share * full.cycles / full.workgroups) / hw.MI355X.clock_hz
+        memory = parts * (scale * (counters.memory_bytes - fixed_bytes) + fixed_bytes) / hw.MI355X.hbm_bytes_per_second
     unit = max(full.busy, key=lambda name: full.busy[name])
     bound = found.bound_by if whole else f"{unit} throughput" if full.busy[unit] > 0.5 else "latency"
     bound = "HBM bandwidth" if memory >= compute else bound

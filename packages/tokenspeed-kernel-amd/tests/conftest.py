@@ -1,4 +1,4 @@
-"""Runs the tests on a gfx950 if this machine has one, otherwise on the emulator, with its sanitizer."""
+"""Runs the tests on this machine's GPU if it has the architecture, otherwise on the emulator, with its sanitizer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ import torch
 from tokenspeed_kernel_amd import _machine
 
 
-def _has_gfx950() -> bool:
+def _architecture() -> str:
+    """Returns the architecture of this machine's AMD GPU, or an empty string."""
     if not torch.version.hip or not torch.cuda.is_available():
-        return False
-    return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0] == "gfx950"
+        return ""
+    return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
 
 
-ON_GFX950 = _has_gfx950()
+ARCHITECTURE = _architecture()
+ARCHITECTURES = ("gfx950", "gfx942")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Adds the vendor's marker to tests that use a gfx950, if this machine has one."""
+    """Adds the vendor's marker to tests that use an AMD GPU, if this machine has a suitable one."""
     for item in items:
-        if ON_GFX950 and {"gfx950", "emulator"} & set(getattr(item, "fixturenames", ())):
+        names = set(getattr(item, "fixturenames", ()))
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        wanted = parameters.get("arch") or ("gfx950" if {"gfx950", "emulator"} & names else "none")
+        if wanted == ARCHITECTURE:
             item.add_marker(pytest.mark.amd)
 
 
@@ -35,19 +40,35 @@ def _need_triton() -> None:
         pytest.skip(gap)
 
 
-@pytest.fixture
-def gfx950() -> Iterator[torch.device]:
-    """Returns the device for test tensors. The kernels run on a gfx950 or on the emulator."""
+def _running_on(arch: str) -> Iterator[torch.device]:
     _need_triton()
-    if ON_GFX950:
+    if arch == ARCHITECTURE:
         yield torch.device("cuda")
         return
     if importlib.util.find_spec("gfx950_emulator") is None:
-        pytest.skip("needs a gfx950 or the package gfx950-emulator")
-    from gfx950_emulator import emulated_gfx950
+        pytest.skip(f"needs a {arch} or the package gfx950-emulator")
+    from gfx950_emulator import emulated
 
-    with emulated_gfx950():
+    with emulated(arch):
         yield torch.device("cpu")
+
+
+@pytest.fixture
+def gfx950() -> Iterator[torch.device]:
+    """Returns the device for test tensors. The kernels run on a gfx950 or on the emulator."""
+    yield from _running_on("gfx950")
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def arch(request: pytest.FixtureRequest) -> str:
+    """Returns the architecture on which a test runs; a test that uses this fixture runs on each."""
+    return str(request.param)
+
+
+@pytest.fixture
+def gpu(arch: str) -> Iterator[torch.device]:
+    """Returns the device for test tensors. The kernels run on a GPU of the test's architecture or on the emulator."""
+    yield from _running_on(arch)
 
 
 @pytest.fixture
@@ -58,14 +79,24 @@ def timing_programs(programs: Callable[[str], ModuleType]) -> Callable[[str], Mo
     return programs
 
 
+def _counting(arch: str) -> Iterator[Any]:
+    _need_triton()
+    if importlib.util.find_spec("gfx950_emulator") is None:
+        pytest.skip("needs the package gfx950-emulator")
+    from gfx950_emulator import emulated
+
+    with emulated(arch, counters=True, sanitize=False) as running:
+        yield running
+
+
 @pytest.fixture
 def emulator() -> Iterator[Any]:
     """Runs kernels on the emulator with counters, even on a machine with a gfx950, because the counts do not depend on the
     device."""
-    _need_triton()
-    if importlib.util.find_spec("gfx950_emulator") is None:
-        pytest.skip("needs the package gfx950-emulator")
-    from gfx950_emulator import emulated_gfx950
+    yield from _counting("gfx950")
 
-    with emulated_gfx950(counters=True, sanitize=False) as running:
-        yield running
+
+@pytest.fixture
+def counting(arch: str) -> Iterator[Any]:
+    """Does what `emulator` does, for the test's architecture."""
+    yield from _counting(arch)

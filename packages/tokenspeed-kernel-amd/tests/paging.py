@@ -19,6 +19,7 @@ from tokenspeed_kernel_base.alignment import CacheCopyWarning, _warn_of_copies
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged
+from tokenspeed_kernel_base.platform import current_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_package
 from tokenspeed_kernel_base.spec import KernelSpec
 
@@ -133,17 +134,17 @@ def cases(mode: str) -> list[Any]:
     ]
 
 
-def kernel_of(mode: str) -> KernelSpec:
-    """Returns the kernel of an operator as its launcher declares it."""
+def kernel_of(mode: str, arch: str = "gfx950") -> KernelSpec:
+    """Returns the kernel of an operator for an architecture, as its launcher declares it."""
     register_package("tokenspeed_kernel_amd")
-    return KernelRegistry.get().get_by_name(f"gluon_{mode}")
+    return KernelRegistry.get().get_by_name(f"gluon_{mode}" if arch == "gfx950" else f"gluon_{mode}_{arch}")
 
 
 def check_case(device: torch.device, mode: str, case: Case) -> None:
     """Runs a case through the operator, on the kernel as its launcher declares it, and checks the result like `verify`."""
     if case.large and device.type == "cpu":
         pytest.skip("is sized for a GPU")
-    kernel = kernel_of(mode)
+    kernel = kernel_of(mode, current_platform().arch)
     op = get_operator(kernel.operator)
     refused = refusal(op, kernel, op.complete(case.build(device)))
     if refused is not None:

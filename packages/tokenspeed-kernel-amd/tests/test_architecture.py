@@ -1,10 +1,12 @@
-"""Tests that the code which architectures share imports no architecture's code, and that only one module imports CDNA4
-instructions."""
+"""Tests that the code which architectures share imports no architecture's code, and that only one module of an architecture
+imports its instructions."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
 
 import tokenspeed_kernel_amd
 
@@ -26,6 +28,16 @@ def test_shared_code_depends_on_no_architecture() -> None:
         assert set(re.findall(r"cdna3\.(\w+)", code)) <= {"buffer_load", "buffer_store"}, name
 
 
-def test_one_module_has_the_instructions_of_cdna4() -> None:
-    named = [name for name, code in _sources("gfx950").items() if re.search(r"language\.amd|gl\.amd\.", code)]
+@pytest.mark.parametrize(("arch", "others"), [("gfx950", "cdna3|cdna5"), ("gfx942", "cdna4|cdna5")])
+def test_one_module_has_the_instructions_of_an_architecture(arch: str, others: str) -> None:
+    sources = _sources(arch)
+    named = [name for name, code in sources.items() if re.search(r"language\.amd|gl\.amd\.", code)]
     assert named == ["instructions_device.py"]
+    assert not re.search(others, sources["instructions_device.py"])
+
+
+def test_device_code_of_an_architecture_imports_no_other_architecture() -> None:
+    for arch, other in (("gfx950", "gfx942"), ("gfx942", "gfx950")):
+        for name, code in _sources(arch).items():
+            if name.endswith("_device.py"):
+                assert not re.search(rf"^\s*(?:from|import) .*\.{other}", code, re.MULTILINE), name

@@ -51,6 +51,27 @@ def test_mla_prompts(timing_programs: Callable[[str], ModuleType], run: Run) -> 
 
 
 @pytest.mark.slow
+def test_attention_on_gfx942(timing_programs: Callable[[str], ModuleType], run: Run) -> None:
+    program = timing_programs("timing_model_gfx942")
+    small = {"heads": 8, "kv_heads": 1}
+    cases = [program.Case("decode", 2, 300, fp8=True, **small), program.Case("prefill", 1, 200, 50, **small)]
+    rows = run(program, CASES=cases)
+    kernels = [[launch["kernel"] for launch in row["ours"]["launches"]] for row in rows]
+    assert kernels == [["decode_kernel", "merge_kernel"], ["mha_prefill_gfx942"]]
+    assert all(row["ours"]["us"] > row["floor_us"] > 0 for row in rows)
+
+
+def test_the_committed_report_of_gfx942(timing_programs: Callable[[str], ModuleType]) -> None:
+    """The README shows the committed report. Our times meet the bar."""
+    program = timing_programs("timing_model_gfx942")
+    report = json.loads((FOLDER / "timing_model_gfx942.json").read_text())
+    assert program.table(report) in (FOLDER.parent / "README.md").read_text()
+    assert [row["case"] for row in report["rows"]] == [case.name for case in program.CASES]
+    for row in report["rows"]:
+        assert row["ours"]["us"] <= program.BAR * row["portable"]["us"]
+
+
+@pytest.mark.slow
 def test_gemms(timing_programs: Callable[[str], ModuleType], run: Run) -> None:
     """Both kernels are measured with few rows. With many rows, a sample of our kernel's tiles is."""
     program = timing_programs("timing_model_mm")

@@ -63,6 +63,13 @@ def test_the_kit_finds_nothing_in_a_small_call(gfx950: torch.device, mode: str) 
     check_small_call(kernel_of(mode), gfx950)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("arch", ["gfx942"], indirect=True)
+@pytest.mark.parametrize("mode", ["mha_decode_with_kvcache", "mha_prefill"])
+def test_the_kit_finds_nothing_in_a_small_call_on(gpu: torch.device, arch: str, mode: str) -> None:
+    check_small_call(kernel_of(mode, arch), gpu)
+
+
 @pytest.mark.parametrize("window_left", [NO_LIMIT - 1, pytest.param(2**31 - 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "mode",
@@ -137,8 +144,12 @@ def test_the_kit_finds_a_wrong_stride_in_a_small_call(gfx950: torch.device, wron
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", SMALL)
-def test_the_kit_finds_nothing(gfx950: torch.device, mode: str) -> None:
-    findings = conform(kernel_of(mode), gfx950, Options(shrink_seconds=0))
+@pytest.mark.parametrize(
+    ("arch", "mode"),
+    [*(("gfx950", mode) for mode in SMALL), ("gfx942", "mha_decode_with_kvcache"), ("gfx942", "mha_prefill")],
+    indirect=["arch"],
+)
+def test_the_kit_finds_nothing(gpu: torch.device, arch: str, mode: str) -> None:
+    findings = conform(kernel_of(mode, arch), gpu, Options(shrink_seconds=0))
     assert_none_wrong(findings)
     assert {"values", "trait edges", "strides", "bounds"} <= {finding.check for finding in findings if finding.status == "passed"}

@@ -26,6 +26,8 @@ from .paging import (
 )
 
 E4M3 = torch.float8_e4m3fn
+# The e4m3 of each architecture's conversions.
+FP8 = {"gfx950": E4M3, "gfx942": torch.float8_e4m3fnuz}
 NO_SCALES: dict[str, Any] = {"cache_dtype": E4M3}
 ONE_SCALE: dict[str, Any] = {**NO_SCALES, "scales": ("k_scale", "v_scale")}
 SCALE_A_HEAD: dict[str, Any] = {**ONE_SCALE, "scale_per_head": True}
@@ -60,6 +62,11 @@ def _run(function: str, device: torch.device, kv_lens: list[int], q_lens: list[i
     _check(function, _make(function, device, kv_lens, q_lens, **options))
 
 
+def _of(options: dict[str, Any], arch: str) -> dict[str, Any]:
+    """Returns options with the cache dtype of an architecture."""
+    return {**options, "cache_dtype": FP8[arch]}
+
+
 def _slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -68,13 +75,13 @@ def _slow(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, _slow(torch.float16)], ids=str)
-def test_every_number(gfx950: torch.device, dtype: torch.dtype) -> None:
+def test_every_number(gpu: torch.device, arch: str, dtype: torch.dtype) -> None:
     """If a token sees only one key, its output is exactly this key's value."""
-    numbers = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8[arch]).float()
     numbers[numbers.isnan()] = 0
-    arguments = inputs(gfx950, [1] * 4, dtype=dtype, heads=1, kv_heads=1, **NO_SCALES)
+    arguments = inputs(gpu, [1] * 4, dtype=dtype, heads=1, kv_heads=1, **_of(NO_SCALES, arch))
     pages = arguments["page_table"][:, 0].long()
-    arguments["v_cache"].view(torch.uint8)[pages, 0, 0] = numbers.to(E4M3).view(torch.uint8).view(4, 64).to(gfx950)
+    arguments["v_cache"].view(torch.uint8)[pages, 0, 0] = numbers.to(FP8[arch]).view(torch.uint8).view(4, 64).to(gpu)
     out = tokenspeed_kernel_amd.mha_decode_with_kvcache(**arguments)
     assert out.dtype == dtype
     assert torch.equal(out.float().cpu().flatten(), numbers)
@@ -102,42 +109,44 @@ def test_magnitudes_of_queries(gfx950: torch.device, kind: str, dtype: torch.dty
 
 @pytest.mark.parametrize("page_size", [16, 64, _slow(128)])
 @pytest.mark.parametrize("scales", ["a scale a key head", _slow("one scale"), _slow("no scales")])
-def test_decode_lengths(gfx950: torch.device, scales: str, page_size: int) -> None:
+def test_decode_lengths(gpu: torch.device, arch: str, scales: str, page_size: int) -> None:
     """Results are correct for a batch of sequences of length 0, of length 1, and with lengths at the edges of pages and blocks."""
     lengths = [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200]
-    _run(DECODE, gfx950, lengths, page_size=page_size, **SCALES[scales])
+    _run(DECODE, gpu, lengths, page_size=page_size, **_of(SCALES[scales], arch))
 
 
 @pytest.mark.parametrize("page_size", [64, _slow(16), _slow(128)])
-def test_decode_divided_sequences(gfx950: torch.device, page_size: int) -> None:
+def test_decode_divided_sequences(gpu: torch.device, arch: str, page_size: int) -> None:
     """Results are correct for a batch of sequences with many splits, with one split, and without keys."""
-    _run(DECODE, gfx950, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True, **ONE_SCALE)
+    _run(DECODE, gpu, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True, **_of(ONE_SCALE, arch))
 
 
 @pytest.mark.parametrize("page_size", [16, _slow(32)])
-def test_decode_much_work(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, page_size: int) -> None:
+def test_decode_much_work(gpu: torch.device, arch: str, monkeypatch: pytest.MonkeyPatch, page_size: int) -> None:
     """Results are correct if waves have one block in flight and pages are smaller than a block."""
     pretend_compute_units(monkeypatch, 2)
-    _run(DECODE, gfx950, [700, 0, 330, 1, 90], page_size=page_size, **SCALE_A_HEAD)
+    _run(DECODE, gpu, [700, 0, 330, 1, 90], page_size=page_size, **_of(SCALE_A_HEAD, arch))
 
 
 @pytest.mark.parametrize("window_left", [127, *map(_slow, (0, 1, 128, 1000))])
-def test_decode_windows(gfx950: torch.device, window_left: int) -> None:
-    _run(DECODE, gfx950, [1, 127, 128, 129, 130, 0, 1300], window_left=window_left, sinks=True, page_size=64, **SCALE_A_HEAD)
+def test_decode_windows(gpu: torch.device, arch: str, window_left: int) -> None:
+    _run(
+        DECODE, gpu, [1, 127, 128, 129, 130, 0, 1300], window_left=window_left, sinks=True, page_size=64, **_of(SCALE_A_HEAD, arch)
+    )
 
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(128, 128), _slow(128, 64), _slow(64, 128)])
 @pytest.mark.parametrize("dtype", [torch.float16, _slow(torch.bfloat16)], ids=str)
-def test_decode_head_dims(gfx950: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> None:
-    _run(DECODE, gfx950, [37, 365], dtype=dtype, head_dim=head_dim, v_head_dim=v_head_dim, page_size=64, **SCALE_A_HEAD)
+def test_decode_head_dims(gpu: torch.device, arch: str, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> None:
+    _run(DECODE, gpu, [37, 365], dtype=dtype, head_dim=head_dim, v_head_dim=v_head_dim, page_size=64, **_of(SCALE_A_HEAD, arch))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 1), (40, 1)])
 @pytest.mark.parametrize("new", [1, 3, 9])
-def test_decode_several_new_tokens(gfx950: torch.device, new: int, heads: int, kv_heads: int) -> None:
+def test_decode_several_new_tokens(gpu: torch.device, arch: str, new: int, heads: int, kv_heads: int) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads}
-    _run(DECODE, gfx950, [1, 20, 300, 0, 64], max_seqlen_q=new, page_size=64, sinks=True, **shape, **SCALE_A_HEAD)
+    _run(DECODE, gpu, [1, 20, 300, 0, 64], max_seqlen_q=new, page_size=64, sinks=True, **shape, **_of(SCALE_A_HEAD, arch))
 
 
 # -- extend and mixed ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 from collections.abc import Sequence
@@ -63,60 +64,60 @@ def _run(device: torch.device, lengths: Sequence[int], shape: dict[str, Any] | N
 @pytest.mark.parametrize(
     "lengths", [[1], _slow([127]), [128], _slow([129, 0, 0, 1]), [0, 1, 64, 65, 127, 128, 129, 0, 260], [400]], ids=str
 )
-def test_lengths(gfx950: torch.device, lengths: list[int]) -> None:
+def test_lengths(gpu: torch.device, lengths: list[int]) -> None:
     """Results are correct for one sequence and for several, with lengths of 0 and 1, and of one more and one less than a tile or a
     block of keys."""
-    _run(gfx950, lengths)
+    _run(gpu, lengths)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (10, 2), _slow(8, 8), _slow(3, 3), _slow(32, 8)])
-def test_heads(gfx950: torch.device, heads: int, kv_heads: int) -> None:
+def test_heads(gpu: torch.device, heads: int, kv_heads: int) -> None:
     """Results are correct for GQA ratios of 1, 4, 5 and 8, and for numbers of heads that are and are not a multiple of the 8
     XCDs."""
-    _run(gfx950, [70, 140], {"heads": heads, "kv_heads": kv_heads})
+    _run(gpu, [70, 140], {"heads": heads, "kv_heads": kv_heads})
 
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(128, 128), _slow(128, 64), _slow(64, 128)])
-def test_head_dims(gfx950: torch.device, head_dim: int, v_head_dim: int) -> None:
-    _run(gfx950, [37, 265], {"heads": 2, "kv_heads": 1, "head_dim": head_dim, "v_head_dim": v_head_dim})
+def test_head_dims(gpu: torch.device, head_dim: int, v_head_dim: int) -> None:
+    _run(gpu, [37, 265], {"heads": 2, "kv_heads": 1, "head_dim": head_dim, "v_head_dim": v_head_dim})
 
 
 @pytest.mark.parametrize("window_left", [0, _slow(1), _slow(63), _slow(126), 127, _slow(128), _slow(200)])
-def test_windows(gfx950: torch.device, window_left: int) -> None:
-    _run(gfx950, [300, 5], {"heads": 2, "kv_heads": 1}, window_left=window_left, sinks=torch.tensor([-2.0, 3.0], device=gfx950))
+def test_windows(gpu: torch.device, window_left: int) -> None:
+    _run(gpu, [300, 5], {"heads": 2, "kv_heads": 1}, window_left=window_left, sinks=torch.tensor([-2.0, 3.0], device=gpu))
 
 
 @pytest.mark.parametrize("lengths", [[800, 5], _slow([1300]), _slow([1023, 200])], ids=str)
-def test_a_window_of_several_steps(gfx950: torch.device, lengths: list[int]) -> None:
+def test_a_window_of_several_steps(gpu: torch.device, lengths: list[int]) -> None:
     """Results are correct if a tile has blocks at the window's edge, unmasked blocks, and blocks on the diagonal."""
-    _run(gfx950, lengths, {"heads": 2, "kv_heads": 1}, window_left=500, sinks=torch.tensor([-2.0, 3.0], device=gfx950))
+    _run(gpu, lengths, {"heads": 2, "kv_heads": 1}, window_left=500, sinks=torch.tensor([-2.0, 3.0], device=gpu))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window_left", [0, 127, 1000])
-def test_windows_of_heads_of_128(gfx950: torch.device, window_left: int) -> None:
-    _run(gfx950, [1200, 70], {"heads": 2, "kv_heads": 1, "head_dim": 128}, window_left=window_left)
+def test_windows_of_heads_of_128(gpu: torch.device, window_left: int) -> None:
+    _run(gpu, [1200, 70], {"heads": 2, "kv_heads": 1, "head_dim": 128}, window_left=window_left)
 
 
-def test_float16_and_logit_cap(gfx950: torch.device) -> None:
-    _run(gfx950, [150, 20], {"dtype": torch.float16}, logit_cap=30.0, softmax_scale=0.3)
+def test_float16_and_logit_cap(gpu: torch.device) -> None:
+    _run(gpu, [150, 20], {"dtype": torch.float16}, logit_cap=30.0, softmax_scale=0.3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_everything_together(gfx950: torch.device, head_dim: int) -> None:
-    sinks = torch.linspace(-2, 3, 8, device=gfx950).bfloat16()
+def test_everything_together(gpu: torch.device, head_dim: int) -> None:
+    sinks = torch.linspace(-2, 3, 8, device=gpu).bfloat16()
     shape = {"heads": 8, "kv_heads": 2, "head_dim": head_dim}
-    _run(gfx950, [190, 1, 131], shape, window_left=31, logit_cap=5.0, sinks=sinks, softmax_scale=0.2)
+    _run(gpu, [190, 1, 131], shape, window_left=31, logit_cap=5.0, sinks=sinks, softmax_scale=0.2)
 
 
-def test_scores_far_from_zero(gfx950: torch.device) -> None:
+def test_scores_far_from_zero(gpu: torch.device) -> None:
     """Scores reach several hundred, and fall and rise along the keys. The result needs the running row max, and nothing
     overflows."""
-    inputs = _inputs([300, 200], gfx950, heads=2, kv_heads=2)
-    tokens = torch.arange(500, device=gfx950).view(-1, 1, 1)
+    inputs = _inputs([300, 200], gpu, heads=2, kv_heads=2)
+    tokens = torch.arange(500, device=gpu).view(-1, 1, 1)
     inputs["k"] = (inputs["k"] * torch.where(tokens < 300, 300 - tokens, tokens - 300) / 10).bfloat16()
-    sinks = torch.tensor([-200.0, 200.0], device=gfx950)
+    sinks = torch.tensor([-200.0, 200.0], device=gpu)
     got = mha_prefill(**inputs, sinks=sinks, return_lse=True)
     wanted = _reference(inputs, sinks=sinks)
     assert (got[0].float() - wanted[0]).norm() <= ERROR * wanted[0].norm()
@@ -126,25 +127,25 @@ def test_scores_far_from_zero(gfx950: torch.device) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"window_left": 150, "sinks": True}, _slow({"logit_cap": 90.0})], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sums_that_grow_too_large(gfx950: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_sums_that_grow_too_large(gpu: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Results are correct if scores far from the diagonal exceed scores on the diagonal by 60, so that tiles are computed again.
     Other heads have no such scores."""
-    inputs = _inputs([400, 70], gfx950, dtype=dtype)
+    inputs = _inputs([400, 70], gpu, dtype=dtype)
     inputs["q"][:, 0] = 1.0
     inputs["k"][:, 0] *= 0.1
     inputs["k"][40:42, 0] = 7.5  # a score of 7.5 * 64 / 8
     inputs["k"][240, 0] = 7.5
     if "sinks" in options:
-        options = {**options, "sinks": torch.tensor([50.0, -3.0, 0.0, 1.0], device=gfx950)}
+        options = {**options, "sinks": torch.tensor([50.0, -3.0, 0.0, 1.0], device=gpu)}
     _check(mha_prefill(**inputs, return_lse=True, **options), _reference(inputs, **options))
 
 
-def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
+def test_slices_of_a_fused_tensor(gpu: torch.device) -> None:
     """Results are correct if q, k, v and out are slices of wider tensors. Only the slice of out is written."""
-    inputs = _inputs([140, 9], gfx950)
+    inputs = _inputs([140, 9], gpu)
     fused = torch.cat([inputs["q"], inputs["k"], inputs["v"]], 1)
     q, k, v = fused.split(4, 1)
-    wide = torch.full((149, 6, 64), 7.0, dtype=torch.bfloat16, device=gfx950)
+    wide = torch.full((149, 6, 64), 7.0, dtype=torch.bfloat16, device=gpu)
     out = wide[:, 1:5]
     got = mha_prefill(q, k, v, inputs["cu_seqlens"], return_lse=True, out=out)
     assert got[0] is out
@@ -152,40 +153,40 @@ def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
     assert (wide[:, [0, 5]] == 7).all()
 
 
-def test_rows_that_are_padded(gfx950: torch.device) -> None:
+def test_rows_that_are_padded(gpu: torch.device) -> None:
     """Results are correct if the strides of tokens and heads are multiples of 8 elements, but not of 16."""
-    inputs = _inputs([140], gfx950, heads=3, kv_heads=1)
+    inputs = _inputs([140], gpu, heads=3, kv_heads=1)
     padded = {name: torch.nn.functional.pad(inputs[name], (0, 8))[..., :-8] for name in ("q", "k", "v")}
     assert all(each.stride(0) % 16 == each.stride(1) % 16 == 8 for each in padded.values())
     _check(mha_prefill(**{**inputs, **padded}, return_lse=True), _reference(inputs))
 
 
-def test_rows_that_begin_anywhere(gfx950: torch.device) -> None:
+def test_rows_that_begin_anywhere(gpu: torch.device) -> None:
     """Results are correct if rows of k are not aligned to 16 bytes, and the last axis of v, sinks, offsets and out is not
     contiguous."""
-    inputs = _inputs([77, 63], gfx950, heads=2, kv_heads=2)
-    shifted = torch.empty(140, 2, 65, dtype=torch.bfloat16, device=gfx950)
+    inputs = _inputs([77, 63], gpu, heads=2, kv_heads=2)
+    shifted = torch.empty(140, 2, 65, dtype=torch.bfloat16, device=gpu)
     shifted[..., 1:] = inputs["k"]
-    strided = torch.empty(140, 2, 128, dtype=torch.bfloat16, device=gfx950)
+    strided = torch.empty(140, 2, 128, dtype=torch.bfloat16, device=gpu)
     strided[..., ::2] = inputs["v"]
-    sinks = torch.tensor([1.0, 9.0, -1.0, 9.0], device=gfx950)[::2]
-    offsets = torch.tensor([0, 9, 77, 9, 140, 9], dtype=torch.int32, device=gfx950)[::2]
+    sinks = torch.tensor([1.0, 9.0, -1.0, 9.0], device=gpu)[::2]
+    offsets = torch.tensor([0, 9, 77, 9, 140, 9], dtype=torch.int32, device=gpu)[::2]
     changed = {**inputs, "k": shifted[..., 1:], "v": strided[..., ::2], "cu_seqlens": offsets, "sinks": sinks}
-    out = torch.empty(140, 64, 2, dtype=torch.bfloat16, device=gfx950).mT
+    out = torch.empty(140, 64, 2, dtype=torch.bfloat16, device=gpu).mT
     got = mha_prefill(**changed, return_lse=True, out=out)
     assert got[0] is out
     _check(got, _reference(inputs, sinks=sinks))
 
 
-def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
+def test_sequences_do_not_see_each_other(gpu: torch.device) -> None:
     """NaN and infinity in a sequence change no result of the sequence before, although a block of keys may contain keys of both
     sequences."""
-    inputs = _inputs([70, 90, 50], gfx950)
+    inputs = _inputs([70, 90, 50], gpu)
     clean, _ = mha_prefill(**inputs, return_lse=True)
     for name, value in (("k", float("nan")), ("v", float("inf"))):
         inputs[name][70:160] = value
     out, _ = mha_prefill(**inputs, return_lse=True)
-    others = torch.arange(210, device=gfx950) // 10
+    others = torch.arange(210, device=gpu) // 10
     others = (others < 7) | (others >= 16)
     assert torch.equal(out[others], clean[others])
     assert not out[70:160].isfinite().any()
@@ -194,12 +195,12 @@ def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("lengths", [_slow([700]), _slow([500, 1, 129, 300]), [150, 1, 129]], ids=str)
 @pytest.mark.parametrize("compute_units", [4, _slow(8), _slow(12)])
 def test_more_tiles_than_workgroups(
-    gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, lengths: list[int], compute_units: int
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, lengths: list[int], compute_units: int
 ) -> None:
     """Results do not depend on the number of workgroups, to which tiles are assigned. Some workgroups compute several tiles."""
     from tokenspeed_kernel_amd.gfx950.attention import prefill
 
-    inputs = _inputs(lengths, gfx950, heads=8, kv_heads=2)
+    inputs = _inputs(lengths, gpu, heads=8, kv_heads=2)
     many = mha_prefill(**inputs, return_lse=True)
     monkeypatch.setattr(prefill, "current_compute_units", lambda: compute_units)
     few = mha_prefill(**inputs, return_lse=True)
@@ -207,14 +208,13 @@ def test_more_tiles_than_workgroups(
     _check(few, _reference(inputs))
 
 
-def test_more_sequences_than_lanes(gfx950: torch.device) -> None:
-    _run(gfx950, [1, 0, 3, 130] * 20, {"heads": 1, "kv_heads": 1})
+def test_more_sequences_than_lanes(gpu: torch.device) -> None:
+    _run(gpu, [1, 0, 3, 130] * 20, {"heads": 1, "kv_heads": 1})
 
 
-def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenspeed_kernel_amd.gfx950.attention.prefill import mha_prefill as launch
-
-    inputs = _inputs([140, 9], gfx950)
+def test_lengths_are_not_read_on_the_host(gpu: torch.device, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = importlib.import_module(f"tokenspeed_kernel_amd.{arch}.attention.prefill").mha_prefill
+    inputs = _inputs([140, 9], gpu)
     wanted = _reference(inputs)
 
     def refuse(*_: Any) -> Any:
@@ -227,9 +227,9 @@ def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pyt
     _check(got, wanted)
 
 
-def test_nothing_to_do(gfx950: torch.device) -> None:
+def test_nothing_to_do(gpu: torch.device) -> None:
     for lengths in ([], [0], [0, 0, 0]):
-        out, lse = mha_prefill(**_inputs(lengths, gfx950), return_lse=True)
+        out, lse = mha_prefill(**_inputs(lengths, gpu), return_lse=True)
         assert out.shape == (0, 4, 64)
         assert lse.shape == (0, 4)
 
@@ -238,8 +238,8 @@ def test_nothing_to_do(gfx950: torch.device) -> None:
 
 
 @pytest.mark.parametrize("case", cases("mha_prefill"))
-def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
-    check_case(gfx950, "mha_prefill", case)
+def test_a_case_of_the_operator(gpu: torch.device, case: Case) -> None:
+    check_case(gpu, "mha_prefill", case)
 
 
 # -- compiled code -------------------------------------------------------------------------------------------------------------
@@ -261,25 +261,29 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("head_dim", "options"), VARIANTS)
-def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> None:
-    """No VGPRs and few SGPRs are spilled, and three waves fit on a SIMD (two with head_dim 128). There is no scratch, no bank
-    conflict, and no loop around a buffer instruction."""
+def test_resources(counting: Any, arch: str, head_dim: int, options: dict[str, Any]) -> None:
+    """No VGPRs and few SGPRs are spilled, and three waves fit on a SIMD (two with head_dim 128, one on gfx942, which has less LDS).
+    There is no scratch, no bank conflict, and no loop around a buffer instruction."""
     from gfx950_emulator.occupancy import occupancy
 
-    launch = _launch(emulator, 300, head_dim, **options)
+    launch = _launch(counting, 300, head_dim, **options)
     text = launch.program.assembly.text
     spills = dict(re.findall(r"\.(sgpr_spill_count|vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", text))
     assert int(spills["vgpr_spill_count"]) == 0
     assert int(spills["private_segment_fixed_size"]) == 0
     assert int(spills["sgpr_spill_count"]) <= 40
-    assert occupancy(launch.program.assembly, launch.waves, launch.lds).waves_per_simd >= (3 if head_dim == 64 else 2)
+    waves = 3 if head_dim == 64 else 2 if arch == "gfx950" else 1
+    assert occupancy(launch.program.assembly, launch.waves, launch.lds).waves_per_simd >= waves
     assert launch.counters.total("lds_conflicts") == 0
     # A waterfall loop removes the lanes that it has handled from EXEC, and repeats while lanes remain.
     assert not re.search(r"s_(xor|andn2)_b64 exec, exec,.*\n(\s*[.;].*\n)*\s*s_cbranch_execnz", text)
 
 
-@pytest.mark.parametrize(("head_dim", "most"), [(64, 172), _slow(128, 120)])
-def test_instructions_of_a_step(emulator: Any, head_dim: int, most: int) -> None:
+STEPS = [("gfx950", 64, 172), pytest.param("gfx950", 128, 120, marks=pytest.mark.slow), ("gfx942", 64, 116)]
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "most"), STEPS, indirect=["arch"])
+def test_instructions_of_a_step(counting: Any, head_dim: int, most: int) -> None:
     """Counts the executed instructions per 16 MFMAs of the unmasked loop, copies, branches and waits included.
 
     The tiles of a sequence of n tiles run n - 1, n - 2, ... steps of the loop. So the second difference of the total
@@ -287,7 +291,7 @@ def test_instructions_of_a_step(emulator: Any, head_dim: int, most: int) -> None
     """
     counts = []
     for tiles in (2, 3, 4):
-        counters = _launch(emulator, 128 * tiles, head_dim).counters
+        counters = _launch(counting, 128 * tiles, head_dim).counters
         matrix = sum(line.executions for line in counters.lines() if line.instruction.mnemonic.startswith("v_mfma"))
         counts.append((counters.instructions, matrix))
     (a, x), (b, y), (c, z) = counts

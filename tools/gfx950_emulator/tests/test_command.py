@@ -100,6 +100,13 @@ def test_a_failing_assertion_ends_the_command(file: Path) -> None:
     assert "command.py" not in result.stderr
 
 
+def test_stats_of_gfx942(file: Path) -> None:
+    result = _invoke("stats", f"{file}::works", "--arch", "gfx942")
+    assert result.exit_code == 0, result.output
+    assert "grid on 304 units" in result.stdout
+    assert "at 2.1 GHz" in result.stdout
+
+
 def test_stats_counts_and_models(file: Path) -> None:
     result = _invoke("stats", f"{file}::works", "--top", "5")
     assert result.exit_code == 0, result.output

@@ -10,8 +10,9 @@ import torch
 
 from gfx950_emulator import emulated_gfx950
 from gfx950_emulator.assembly import Assembly
-from gfx950_emulator.bank_conflicts import ConflictCache, conflict_cycles
+from gfx950_emulator.bank_conflicts import ConflictCache, conflict_cycles, phase_count
 from gfx950_emulator.counters import Counters, Line
+from gfx950_emulator.hardware import MI300X
 from gfx950_emulator.occupancy import occupancy
 from gfx950_emulator.snippet import Snippet
 
@@ -84,6 +85,24 @@ def test_conflicts_of_random_patterns(size: int, store: bool) -> None:
 )
 def test_conflicts_of_known_patterns(size: int, store: bool, offsets: np.ndarray, extra: int) -> None:
     assert conflict_cycles(offsets[None], size, store).tolist() == [extra]
+
+
+@pytest.mark.parametrize(
+    ("size", "phases", "offsets", "extra"),
+    [
+        pytest.param(4, 2, LANES * 4, 0, id="b32 read, contiguous"),
+        pytest.param(4, 2, LANES * 128, 2 * 31, id="b32 read, one bank of 32"),
+        pytest.param(8, 4, LANES * 8, 0, id="b64 read, contiguous"),
+        pytest.param(8, 4, LANES * 136, 0, id="b64 read, rows of 64 half words, padded by 4"),
+        pytest.param(16, 8, LANES * 16, 0, id="b128 read, contiguous"),
+        pytest.param(16, 8, LANES * 128, 8 * 7, id="b128 read, rows of 64 half words"),
+        pytest.param(16, 8, LANES * 144, 0, id="b128 read, rows of 64 half words, padded by 8"),
+    ],
+)
+def test_phases_of_gfx942(size: int, phases: int, offsets: np.ndarray, extra: int) -> None:
+    """gfx942 has 32 banks for reads, and the phases of Composable Kernel's documentation."""
+    assert conflict_cycles(offsets[None], size, False, device=MI300X).tolist() == [extra]
+    assert phase_count(size, False, MI300X) == phases
 
 
 def test_lanes_that_are_off_conflict_with_nobody() -> None:

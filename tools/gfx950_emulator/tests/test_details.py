@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gfx950_emulator.assembly import parse
-from gfx950_emulator.local_memory import LIMIT
+from gfx950_emulator.hardware import MI355X
 from gfx950_emulator.machine import Launch, execute
 from gfx950_emulator.memory import GlobalMemory
 from gfx950_emulator.mfma import bind_mfma
@@ -281,7 +281,9 @@ def test_lds_accesses_that_reach_one_byte_past_the_allocation(text: str, size: i
     assert _kind(text, v={1: 60, 2: 0}, s={"exec": 1}, lds=np.zeros(60 + size - 1, np.uint8)) == "out-of-bounds"
 
 
-@pytest.mark.parametrize(("m0", "kind"), [(256, None), (512, "out-of-bounds"), (LIMIT - 4, "out-of-bounds"), (LIMIT, None)])
+@pytest.mark.parametrize(
+    ("m0", "kind"), [(256, None), (512, "out-of-bounds"), (MI355X.lds_bytes - 4, "out-of-bounds"), (MI355X.lds_bytes, None)]
+)
 def test_direct_loads_behind_the_allocation(m0: int, kind: str | None) -> None:
     """If a whole wave's load is beyond the workgroup's LDS, it is an error, unless an M0 beyond any LDS disables the load."""
     data = np.zeros(64, np.uint32)

@@ -12,17 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gfx950_emulator import formats
-from gfx950_emulator.formats import BF6, BF8, BF16, E8M0, F16, FP4, FP6, FP8, Format
+from gfx950_emulator.formats import BF6, BF8, BF8_FNUZ, BF16, E8M0, F16, FP4, FP6, FP8, FP8_FNUZ, Format
 
-SMALL = (FP8, BF8, FP6, BF6, FP4)
+SCALED = (FP8, BF8, FP6, BF6, FP4)  # gfx942, with the FNUZ formats, has no scales
+FNUZ = (FP8_FNUZ, BF8_FNUZ)
+SMALL = (*SCALED, *FNUZ)
 ALL = (*SMALL, F16, BF16)
-# name: exponent bits, mantissa bits, bias, largest value, smallest denormal (OCP OFP8 1.0, OCP MX 1.0, IEEE 754)
+# name: exponent bits, mantissa bits, bias, largest value, smallest denormal (OCP OFP8 1.0, OCP MX 1.0, IEEE 754; FNUZ: Composable
+# Kernel's float8.hpp)
 DEFINED = {
     "fp8": (4, 3, 7, 448.0, 2.0**-9),
     "bf8": (5, 2, 15, 57344.0, 2.0**-16),
     "fp6": (2, 3, 1, 7.5, 0.125),
     "bf6": (3, 2, 3, 28.0, 0.0625),
     "fp4": (2, 1, 1, 6.0, 0.5),
+    "fp8_fnuz": (4, 3, 8, 240.0, 2.0**-10),
+    "bf8_fnuz": (5, 2, 16, 57344.0, 2.0**-17),
     "f16": (5, 10, 15, 65504.0, 2.0**-24),
     "bf16": (8, 7, 127, float(2**128 - 2**120), 2.0**-133),
 }
@@ -55,6 +60,8 @@ def value_of(form: Format, code: int) -> float:
     exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
     mantissa = code & (1 << mantissa_bits) - 1
     top = (1 << exponent_bits) - 1
+    if form in FNUZ and code == 0x80:
+        return math.nan
     if form.name in ("bf8", "f16", "bf16") and exponent == top:
         return math.nan if mantissa else sign * math.inf
     if form.name == "fp8" and exponent == top and mantissa == 7:
@@ -91,7 +98,7 @@ def nearest(form: Format, value: Fraction, saturate: bool) -> int:
 def overflow(form: Format, top: int, saturate: bool) -> int:
     if saturate or form.name in ("fp6", "bf6", "fp4"):
         return top
-    return top + 1  # NaN of fp8, infinity of bf8
+    return top + 1  # NaN of fp8 and of FNUZ formats, infinity of bf8
 
 
 def narrowed(form: Format, bits: int, saturate: bool, exponent: int = 127) -> int:
@@ -99,10 +106,11 @@ def narrowed(form: Format, bits: int, saturate: bool, exponent: int = 127) -> in
     value = float(as_float32([bits])[0])
     sign = bits >> 31 << (form.bits - 1)
     if math.isnan(value) or exponent == 255:
-        return sign | (1 << (form.bits - 1)) - 1
+        return 0x80 if form in FNUZ else sign | (1 << (form.bits - 1)) - 1
     if math.isinf(value):
         return sign | overflow(form, len(finite_values(form.name)) - 1, saturate)
-    return sign | nearest(form, abs(Fraction(value)) / Fraction(2) ** (exponent - 127), saturate)
+    code = nearest(form, abs(Fraction(value)) / Fraction(2) ** (exponent - 127), saturate)
+    return 0 if form in FNUZ and code == 0 else sign | code
 
 
 @pytest.mark.parametrize("form", ALL, ids=lambda form: form.name)
@@ -110,7 +118,8 @@ def test_values_follow_the_definition(form):
     expected = np.array([value_of(form, code) for code in range(1 << form.bits)])
     assert form.values.dtype == np.float32
     np.testing.assert_array_equal(form.values, expected)
-    np.testing.assert_array_equal(np.signbit(form.values), np.arange(1 << form.bits) >> (form.bits - 1) == 1)
+    signed = ~np.isnan(expected) if form in FNUZ else np.ones(len(expected), bool)  # the NaN of FNUZ formats has no sign
+    np.testing.assert_array_equal(np.signbit(form.values)[signed], (np.arange(1 << form.bits) >> (form.bits - 1) == 1)[signed])
     finite = form.values[np.isfinite(form.values)]
     assert finite.max() == DEFINED[form.name][3]
     assert finite[finite > 0].min() == DEFINED[form.name][4]
@@ -119,7 +128,12 @@ def test_values_follow_the_definition(form):
     np.testing.assert_array_equal(formats.decode(form, codes), expected)
 
 
-@pytest.mark.parametrize(("form", "dtype"), [(FP8, torch.float8_e4m3fn), (BF8, torch.float8_e5m2)], ids=["fp8", "bf8"])
+TORCH = [
+    (FP8, torch.float8_e4m3fn), (BF8, torch.float8_e5m2), (FP8_FNUZ, torch.float8_e4m3fnuz), (BF8_FNUZ, torch.float8_e5m2fnuz),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "dtype"), TORCH, ids=lambda value: getattr(value, "name", ""))
 def test_fp8_values_are_those_of_torch(form, dtype):
     expected = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
     np.testing.assert_array_equal(form.values, expected)
@@ -167,7 +181,7 @@ def test_encoding_anything(form, bits, saturate):
     assert formats.encode(form, as_float32(bits), saturate).tolist() == [narrowed(form, x, saturate) for x in bits]
 
 
-@pytest.mark.parametrize("form", SMALL, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", SCALED, ids=lambda form: form.name)
 @settings(max_examples=60, deadline=None)
 @given(bits=st.lists(float_bits, min_size=1, max_size=12), exponent=st.integers(0, 255), saturate=st.booleans())
 def test_encoding_with_a_scale_divides_before_rounding_once(form, bits, exponent, saturate):
@@ -178,7 +192,7 @@ def test_encoding_with_a_scale_divides_before_rounding_once(form, bits, exponent
     assert formats.encode_scaled(form, values, exponents, saturate).tolist() == expected
 
 
-@pytest.mark.parametrize("form", SMALL, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", SCALED, ids=lambda form: form.name)
 @pytest.mark.parametrize("exponent", [0, 1, 20, 120, 127, 128, 250, 254])
 def test_decoding_with_a_scale_multiplies_exactly(form, exponent):
     codes = np.arange(1 << form.bits)
@@ -206,11 +220,14 @@ def test_overflow_follows_the_mode():
     values = np.array([61439.0, 61440.0, -1e30, math.inf, -math.inf, math.nan], np.float32)
     assert formats.encode(BF8, values).tolist() == [0x7B, 0x7C, 0xFC, 0x7C, 0xFC, 0x7F]
     assert formats.encode(BF8, values, saturate=True).tolist() == [0x7B, 0x7B, 0xFB, 0x7B, 0xFB, 0x7F]
+    values = np.array([247.9, 248.0, -1e30, math.inf, -math.inf, math.nan], np.float32)
+    assert formats.encode(FP8_FNUZ, values).tolist() == [0x7F, 0x80, 0x80, 0x80, 0x80, 0x80]
+    assert formats.encode(FP8_FNUZ, values, saturate=True).tolist() == [0x7F, 0x7F, 0xFF, 0x7F, 0xFF, 0x80]
     for saturate in (False, True):
         assert formats.encode(FP4, np.array([7.0, -math.inf, math.nan], np.float32), saturate).tolist() == [7, 15, 7]
 
 
-@pytest.mark.parametrize("form", SMALL, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", SCALED, ids=lambda form: form.name)
 def test_a_nan_scale_makes_nan_with_the_sign_of_the_source(form):
     values = np.array([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, 1e-45, -3e38], np.float32)
     expected = [(1 << (form.bits - 1)) - 1, (1 << form.bits) - 1] * 4
@@ -229,8 +246,9 @@ def test_a_scale_reaches_what_float32_alone_would_lose():
     assert formats.encode_scaled(FP8, np.array([2.0**127], np.float32), 0, saturate=True).tolist() == [0x7E]
 
 
-@pytest.mark.parametrize(("form", "dtype", "limit"), [(FP8, torch.float8_e4m3fn, 448), (BF8, torch.float8_e5m2, 57344)])
-def test_fp8_encoding_agrees_with_torch(form, dtype, limit):
+@pytest.mark.parametrize(("form", "dtype"), TORCH, ids=lambda value: getattr(value, "name", ""))
+def test_fp8_encoding_agrees_with_torch(form, dtype):
+    limit = DEFINED[form.name][3]
     values = (torch.randn(200_000, generator=torch.Generator().manual_seed(0)) * limit / 5).clamp(-limit, limit)
     values = torch.cat([values, values * 1e-4, values * 1e-6])
     expected = values.to(dtype).view(torch.uint8).numpy()
@@ -253,15 +271,16 @@ def stochastic(form: Format, bits: int, random: int, exponent: int, saturate: bo
     exponent_bits, mantissa_bits, bias, _, _ = DEFINED[form.name]
     sign, value = bits >> 31 << (form.bits - 1), float(as_float32([bits & 0x7FFFFFFF])[0])
     all_ones = (1 << (form.bits - 1)) - 1
+    nan = 0x80 if form in FNUZ else sign | all_ones
     if math.isnan(value) or exponent == 255:
-        return sign | all_ones
+        return nan
     top = len(finite_values(form.name)) - 1
     infinite = (((1 << exponent_bits) - 1) << mantissa_bits) if form.name in ("bf8", "f16", "bf16") else all_ones
-    too_large = top if saturate or form.name in ("fp6", "bf6", "fp4") else infinite
+    too_large = top if saturate or form.name in ("fp6", "bf6", "fp4") else nan if form in FNUZ else infinite
     if math.isinf(value):
         return sign | too_large
     if value == 0:
-        return sign
+        return 0 if form in FNUZ else sign
     mantissa, power = math.frexp(value)
     significand, power = int(mantissa * 2**24), power - 1 - (exponent - 127)
     biased = power + bias
@@ -271,6 +290,8 @@ def stochastic(form: Format, bits: int, random: int, exponent: int, saturate: bo
     significand += random >> (9 + mantissa_bits)
     kept = significand >> (23 - mantissa_bits)  # with the implicit bit, if there is one
     code = (biased - 1 << mantissa_bits) + kept
+    if form in FNUZ and code == 0:
+        return 0
     return sign | (too_large if code > top else code)
 
 

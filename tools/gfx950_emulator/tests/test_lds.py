@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gfx950_emulator.local_memory import LIMIT, LocalMemory
+from gfx950_emulator.architecture import ARCHITECTURES
+from gfx950_emulator.local_memory import LocalMemory
 from gfx950_emulator.snippet import Snippet
 from kernel_emulation.errors import EmulationError, SanitizerError, UnknownInstruction
 
@@ -235,8 +236,13 @@ def test_workgroups_have_lds_of_their_own() -> None:
     assert local.stride >= 100
     group = type("Group", (), {"slot": np.array([2, 0]), "lds": None})()
     assert local.bases(group).tolist() == [2 * local.stride] * WAVE + [0] * WAVE
-    with pytest.raises(ValueError, match=f"{LIMIT + 1} bytes of LDS; gfx950 has {LIMIT}"):
-        LocalMemory(1, LIMIT + 1)
+
+
+@pytest.mark.parametrize(("arch", "limit"), [("gfx950", 160 * 1024), ("gfx942", 64 * 1024)])
+def test_workgroups_have_at_most_the_lds_of_a_cu(arch: str, limit: int) -> None:
+    assert LocalMemory(1, limit, ARCHITECTURES[arch]).size == limit
+    with pytest.raises(ValueError, match=f"{limit + 1} bytes of LDS; {arch} has {limit}"):
+        LocalMemory(1, limit + 1, ARCHITECTURES[arch])
 
 
 # Transposing reads

@@ -15,15 +15,18 @@ import numpy as np
 import pytest
 
 from gfx950_emulator import mfma
+from gfx950_emulator.architecture import GFX942, GFX950
 from gfx950_emulator.mfma import bind_mfma
 
 NAN = 0x7FC00000
 FORMATS = ["fp8", "bf8", "fp6", "bf6", "fp4"]
 BITS = {"fp8": 8, "bf8": 8, "fp6": 6, "bf6": 6, "fp4": 4, "bf16": 16, "f16": 16, "f32": 32, "i8": 8, "f64": 64}
+BITS |= {"fp8_fnuz": 8, "bf8_fnuz": 8}
 # exponent bits, mantissa bits, bias
 FIELDS = {
     "fp8": (4, 3, 7), "bf8": (5, 2, 15), "fp6": (2, 3, 1), "bf6": (3, 2, 3), "fp4": (2, 1, 1),
     "bf16": (8, 7, 127), "f16": (5, 10, 15), "f32": (8, 23, 127), "f64": (11, 52, 1023),
+    "fp8_fnuz": (4, 3, 8), "bf8_fnuz": (5, 2, 16),
 }  # fmt: skip
 
 # mnemonic, size, K, type of A, type of B, registers of A, B and C, passes
@@ -47,6 +50,17 @@ DENSE = [
     ("v_mfma_i32_32x32x32_i8", 32, 32, "i8", "i8", 4, 4, 16, 8),
     ("v_mfma_i32_16x16x64_i8", 16, 64, "i8", "i8", 4, 4, 4, 4),
     ("v_mfma_f64_16x16x4_f64", 16, 4, "f64", "f64", 2, 2, 8, 16),
+]
+# gfx942 has the forms with up to 2 registers. Its fp8 and bf8 are FNUZ, and float64 takes half as long.
+DENSE_GFX942 = [
+    (
+        *form[:3],
+        *(f"{kind}_fnuz" if kind in ("fp8", "bf8") else kind for kind in form[3:5]),
+        *form[5:8],
+        form[8] // (1 + (form[3] == "f64")),
+    )
+    for form in DENSE
+    if form[5] <= 2
 ]
 REGISTERS = {"fp8": 8, "bf8": 8, "fp6": 6, "bf6": 6, "fp4": 4}
 F8F6F4 = [
@@ -81,7 +95,9 @@ def decoded(kind: str, code: int) -> float:
     top = (1 << exponent_bits) - 1
     if kind == "fp8" and exponent == top and mantissa == 7:
         return math.nan
-    if kind not in ("fp8", "fp6", "bf6", "fp4") and exponent == top:
+    if kind.endswith("fnuz") and code == 0x80:
+        return math.nan
+    if kind not in ("fp8", "fp6", "bf6", "fp4", "fp8_fnuz", "bf8_fnuz") and exponent == top:
         return math.nan if mantissa else sign * math.inf
     if exponent == 0:
         return sign * math.ldexp(mantissa, 1 - bias - mantissa_bits)
@@ -132,6 +148,9 @@ def random_registers(rng: np.random.Generator, kind: str, count: int, lanes: int
     if kind in ("fp8", "bf8"):
         octets = words.view(np.uint8)
         octets[(octets & 0x7F) >= (0x7F if kind == "fp8" else 0x7C)] = 0x35
+    if kind.endswith("fnuz"):
+        octets = words.view(np.uint8)
+        octets[octets == 0x80] = 0x35
     return words
 
 
@@ -142,10 +161,14 @@ def one_rounding(bits: np.ndarray, wanted: np.ndarray) -> None:
     assert np.count_nonzero(off) <= max(1, off.size // 1000)
 
 
-@pytest.mark.parametrize("form", DENSE, ids=lambda form: form[0])
-def test_dense_forms_follow_the_definition(form):
+@pytest.mark.parametrize(
+    ("architecture", "form"),
+    [(GFX950, form) for form in DENSE] + [(GFX942, form) for form in DENSE_GFX942],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value.name,
+)
+def test_dense_forms_follow_the_definition(architecture, form):
     mnemonic, size, k, a_kind, b_kind, a_registers, b_registers, c_registers, passes = form
-    op = bind_mfma(mnemonic, {})
+    op = bind_mfma(mnemonic, {}, architecture)
     assert (op.m, op.n, op.k, op.blocks) == (size, size, k, 1)
     assert (op.a_registers, op.b_registers, op.c_registers) == (a_registers, b_registers, c_registers)
     assert op.flops == 2 * size * size * k
@@ -367,6 +390,12 @@ def test_spellings():
 def test_unknown_mnemonics_are_refused(mnemonic, message):
     with pytest.raises(ValueError, match=f"{mnemonic}: .*{message}"):
         bind_mfma(mnemonic, {})
+
+
+@pytest.mark.parametrize("mnemonic", sorted({form[0] for form in [*DENSE, *F8F6F4]} - {form[0] for form in DENSE_GFX942}))
+def test_mfmas_that_gfx942_lacks_are_refused(mnemonic):
+    with pytest.raises(ValueError, match=f"{mnemonic}: gfx942 has no such instruction"):
+        bind_mfma(mnemonic, {}, GFX942)
 
 
 @pytest.mark.parametrize(

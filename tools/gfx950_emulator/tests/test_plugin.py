@@ -66,6 +66,12 @@ def test_settings(emulated):
     assert emulated.launches[0].counters.instructions > 0
 
 
+@pytest.mark.emulated(arch="gfx942")
+def test_architecture(emulated):
+    assert run()
+    assert emulated.launches[0].program.assembly.architecture.name == "gfx942"
+
+
 @pytest.mark.emulated
 class TestClass:
     def test_method(self):
@@ -106,6 +112,7 @@ def test_fixture_and_marker(tmp_path: Path) -> None:
         "test_marker": "PASSED",
         "test_marker_covers_fixtures": "PASSED",
         "test_settings": "PASSED",
+        "test_architecture": "PASSED",
         "TestClass::test_method": "PASSED",
         "test_unmarked": "PASSED",
         "test_wrong_marker": "ERROR",
@@ -118,7 +125,7 @@ def test_fixture_and_marker(tmp_path: Path) -> None:
 
 def test_the_marker_is_declared(tmp_path: Path) -> None:
     out = _pytest(tmp_path, "--markers")
-    assert "@pytest.mark.emulated(**settings): run the test's kernels on the gfx950 emulator" in out
+    assert "@pytest.mark.emulated(**settings): run the test's kernels on the gfx950 (or gfx942) emulator" in out
 
 
 def test_the_plugin_imports_neither_torch_nor_triton(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Tests the core's portable Triton kernels on the emulated MI355X, with the sanitizer on. Results are compared with the operators'
-references, by the operators' tolerances."""
+"""Tests the core's portable Triton kernels on the emulated MI355X and MI300X, with the sanitizer on. Results are compared with the
+operators' references, by the operators' tolerances."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tokenspeed_kernel as tk
-from gfx950_emulator import Emulator, emulated_gfx950
+from gfx950_emulator import Emulator, emulated, emulated_gfx950
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_base.cases import Case
@@ -19,18 +19,18 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 
 CPU = torch.device("cpu")
-# The number of a kernel's cases that run by default: the first, the last, and others evenly spaced between them. The remaining
-# cases are marked slow.
-FAST = 2
+# The number of a kernel's cases that run by default: the last, the first, and others evenly spaced between them. The remaining
+# cases are marked slow. The architectures have most of their instructions in common.
+FAST = {"gfx950": 2, "gfx942": 1}
 # Cases of ten million wave instructions: one that searches down to the last bit, and one with long prompts.
 HEAVY = ("ties across top-k and top-p", "deepseek-v3, 16 of its heads, 1 to 100 new")
 
 
-def _runs() -> list[Any]:
-    """Returns pairs of a kernel and an eligible case on the emulated platform. The platform determines the layout of a case's
-    weights."""
+def _runs(arch: str) -> list[Any]:
+    """Returns triples of the architecture, a kernel, and an eligible case on its emulated platform. The platform determines the
+    layout of a case's weights."""
     runs = []
-    with emulated_gfx950():
+    with emulated(arch):
         for op in operators():
             cases = {case: op.complete(case.build(CPU)) for case in op.all_cases() if not case.large}
             for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
@@ -38,30 +38,32 @@ def _runs() -> list[Any]:
                     continue
                 taken = [case for case, arguments in cases.items() if refusal(op, spec, arguments) is None]
                 assert taken, f"no case reaches {spec.name}"
-                step = max(1, (len(taken) - 1) // (FAST - 1))
-                fast = {case.name for case in [*taken[::step][: FAST - 1], taken[-1]]}
+                step = max(1, (len(taken) - 1) // max(1, FAST[arch] - 1))
+                fast = {case.name for case in [*taken[::step][: FAST[arch] - 1], taken[-1]]}
                 for case in taken:
                     marks = [] if case.name in fast and case.name not in HEAVY else [pytest.mark.slow]
-                    runs.append(pytest.param(spec, case, marks=marks, id=f"{spec.name}-{case.name}"))
+                    runs.append(pytest.param(arch, spec, case, marks=marks, id=f"{arch}-{spec.name}-{case.name}"))
     return runs
 
 
-@pytest.mark.parametrize(("spec", "case"), _runs())
-def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> None:
-    with emulated_gfx950() as emulator:
+@pytest.mark.parametrize(("arch", "spec", "case"), [run for arch in FAST for run in _runs(arch)])
+def test_a_kernel_agrees_with_the_reference(arch: str, spec: KernelSpec, case: Case) -> None:
+    with emulated(arch) as emulator:
         result = verify_case(spec, case, CPU)
     assert result.status is Status.PASSED, f"{result.reason}\n{result.traceback}"
     assert result.comparisons, "something was compared"
-    assert emulator.launches or "empty" in case.name or "no " in case.name, "the emulator executed nothing"
+    idle = any(word in case.name for word in ("empty", "no ", "nothing"))
+    assert emulator.launches or idle, "the emulator executed nothing"
 
 
-def test_the_platform_is_an_emulated_mi355x() -> None:
+@pytest.mark.parametrize(("arch", "name"), [("gfx950", "AMD Instinct MI355X"), ("gfx942", "AMD Instinct MI300X")])
+def test_the_platform_is_an_emulated_device(arch: str, name: str) -> None:
     outside = current_platform()
-    with emulated_gfx950():
+    with emulated(arch):
         inside = current_platform()
         x = torch.randn(3, 64)
         assert "triton_rmsnorm" in str(tk.rmsnorm.explain(x, torch.ones(64)))
-    assert (inside.arch, inside.emulated, inside.is_amd) == ("gfx950", True, True)
+    assert (inside.arch, inside.device_name, inside.emulated, inside.is_amd) == (arch, name, True, True)
     assert current_platform() == outside
 
 

@@ -139,6 +139,7 @@ class Narrow:
     bias: int
     infinity: bool = False
     nan: bool = False
+    fnuz: bool = False  # the encoding with only the sign bit set is NaN; there is no other NaN, no infinity and no -0
 
     @property
     def bits(self) -> int:
@@ -157,6 +158,8 @@ class Narrow:
     def decode(self, code: int) -> Fraction | str:
         """Returns the value, or "inf", "-inf", "nan". Zeros have no sign here."""
         magnitude, negative = code & (self.sign - 1), bool(code & self.sign)
+        if self.fnuz and code == self.sign:
+            return "nan"
         if magnitude > self.largest:
             infinite = self.infinity and magnitude == self.largest + 1
             return ("-inf" if negative else "inf") if infinite else "nan"
@@ -167,7 +170,7 @@ class Narrow:
         return -value if negative else value
 
     def overflow(self, saturate: bool) -> int:
-        if saturate or not (self.infinity or self.nan):
+        if saturate or not (self.infinity or self.nan or self.fnuz):
             return self.largest
         return self.largest + 1
 
@@ -187,6 +190,7 @@ NARROW = {
     "fp8": Narrow(4, 3, 7, nan=True), "bf8": Narrow(5, 2, 15, infinity=True), "fp6": Narrow(2, 3, 1), "bf6": Narrow(3, 2, 3),
     "fp4": Narrow(2, 1, 1), "f16": Narrow(5, 10, 15, infinity=True), "bf16": Narrow(8, 7, 127, infinity=True),
 }  # fmt: skip
+FNUZ = {"fp8": Narrow(4, 3, 8, fnuz=True), "bf8": Narrow(5, 2, 16, fnuz=True)}
 WIDE = {"f32": F32, "f16": F16, "bf16": BF16}
 
 
@@ -194,7 +198,7 @@ def encode(form: Narrow, source: Binary, bits: int, scale: int, saturate: bool, 
     """Encodes a value divided by 2**(scale - 127). With a random word, rounds stochastically by the word's upper bits."""
     sign = form.sign if source.negative(bits) else 0
     if source.is_nan(bits) or scale == 255:
-        return sign | (form.sign - 1)
+        return form.sign if form.fnuz else sign | (form.sign - 1)
     if source.is_infinite(bits):
         return sign | form.overflow(saturate)
     value = abs(source.value(bits)) / Fraction(2) ** (scale - 127)
@@ -207,12 +211,16 @@ def encode(form: Narrow, source: Binary, bits: int, scale: int, saturate: bool, 
         exponent = max(_floor_log2(value), 1 - form.bias)
         units = math.floor(value / Fraction(2) ** (exponent - 23)) + (random_word >> (9 + form.mantissa_bits))
         code = ((exponent + form.bias - 1) << form.mantissa_bits) + (units >> (23 - form.mantissa_bits))
+    if form.fnuz and code == 0:
+        return 0
     return sign | (form.overflow(saturate) if code > form.largest else code)
 
 
 def decode(form: Narrow, target: Binary, code: int, scale: int = 127) -> int:
     """Returns the encoding's value times 2**(scale - 127)."""
     value, sign = form.decode(code), target.sign_bit if code & form.sign else 0
+    if form.fnuz and value == "nan":
+        sign = 0  # the only NaN of a FNUZ format has no sign
     if value == "nan" or scale == 255:
         return sign | target.infinity | 1 << (target.mantissa_bits - 1)
     if isinstance(value, str):
@@ -292,11 +300,16 @@ def _widening() -> Iterator[tuple[str, str, str, str]]:
 
 
 NARROWING, WIDENING = list(_narrowing()), list(_widening())
+# The conversions without scales of fp8 and bf8, which gfx942 has too, with its formats.
+OF_GFX942 = ("v_cvt_pk_fp8_f32", "v_cvt_pk_bf8_f32", "v_cvt_sr_fp8_f32", "v_cvt_sr_bf8_f32")
 # Short conversions are tested with and without MODE.FP16_OVFL. The formats of long conversions always saturate, so each of them is
 # tested once, and the mode is set for about half of them.
 LIMITED = [
-    (*row, bool(limit)) for i, row in enumerate(NARROWING) for limit in ((0, 1) if row[3] in ("single", "pair") else (i % 2,))
+    ("gfx950", *row, bool(limit))
+    for i, row in enumerate(NARROWING)
+    for limit in ((0, 1) if row[3] in ("single", "pair") else (i % 2,))
 ]
+LIMITED += [("gfx942", *row, limit) for row in NARROWING if row[0] in OF_GFX942 for limit in (False, True)]
 TESTED = {case.name for case in CASES} | {row[0] for row in (*NARROWING, *WIDENING)}
 
 
@@ -323,10 +336,10 @@ def source_registers(wide: str, shape: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "narrow", "wide", "shape", "stochastic", "limit"), LIMITED, ids=[f"{r[0]}-{r[5]}" for r in LIMITED]
+    ("arch", "name", "narrow", "wide", "shape", "stochastic", "limit"), LIMITED, ids=[f"{r[0]}-{r[1]}-{r[6]}" for r in LIMITED]
 )
-def test_narrowing(name: str, narrow: str, wide: str, shape: str, stochastic: bool, limit: bool) -> None:
-    form, source, rng = NARROW[narrow], WIDE[wide], random.Random(len(name) + limit)
+def test_narrowing(arch: str, name: str, narrow: str, wide: str, shape: str, stochastic: bool, limit: bool) -> None:
+    form, source, rng = (FNUZ if arch == "gfx942" else NARROW)[narrow], WIDE[wide], random.Random(len(name) + limit)
     scaled = "scalef32" in name
     scale = scales(rng) if scaled else [F32.one] * LANES
     count = {"single": 1, "pair": 2, "32": 32, "16 + 16": 32}[shape]
@@ -347,7 +360,7 @@ def test_narrowing(name: str, narrow: str, wide: str, shape: str, stochastic: bo
         destination = "v[0:5]" if whole else "v0"
         line = f"{name} {', '.join((destination, *registers, *extra))}{tail}"
         v |= {i: np.array(old, np.uint32) for i in range(6)}
-        snippet = Snippet(LIMIT.format(int(limit)) + line, v=v, s={"exec": lane_bits(on)}, waves=WAVES).run()
+        snippet = Snippet(LIMIT.format(int(limit)) + line, v=v, s={"exec": lane_bits(on)}, waves=WAVES, arch=arch).run()
         rows = [snippet.v(i).tolist() for i in range(6 if whole else 1)]
         for lane in range(LANES):
             word, bits = random_words[lane], 0
@@ -390,9 +403,12 @@ def places(name: str, narrow: str, shape: str) -> list[tuple[str, str, int]]:
     return [("", f"op_sel:[{i & 1},{i >> 1},0]" if i else "", 8 * i) for i in range(4)]
 
 
-@pytest.mark.parametrize(("name", "narrow", "wide", "shape"), WIDENING, ids=[row[0] for row in WIDENING])
-def test_widening(name: str, narrow: str, wide: str, shape: str) -> None:
-    form, target, rng = NARROW[narrow], WIDE[wide], random.Random(len(name))
+WIDENED = [("gfx950", *row) for row in WIDENING] + [("gfx942", *row) for row in WIDENING if "scalef32" not in row[0]]
+
+
+@pytest.mark.parametrize(("arch", "name", "narrow", "wide", "shape"), WIDENED, ids=[f"{row[0]}-{row[1]}" for row in WIDENED])
+def test_widening(arch: str, name: str, narrow: str, wide: str, shape: str) -> None:
+    form, target, rng = (FNUZ if arch == "gfx942" else NARROW)[narrow], WIDE[wide], random.Random(len(name))
     scaled = "scalef32" in name
     scale = scales(rng) if scaled else [F32.one] * LANES
     words = [[rng.getrandbits(32) for _ in range(LANES)] for _ in range(6)]
@@ -408,7 +424,7 @@ def test_widening(name: str, narrow: str, wide: str, shape: str) -> None:
     source = "v[32:37]" if shape == "32" else "v32"
     for suffix, tail, first in places(name, narrow, shape):
         line = f"{name}{suffix} {destination}, {source}{', v41' if scaled else ''} {tail}"
-        snippet = Snippet(line, v=v, s={"exec": lane_bits(on)}, waves=WAVES).run()
+        snippet = Snippet(line, v=v, s={"exec": lane_bits(on)}, waves=WAVES, arch=arch).run()
         rows = [snippet.v(i).tolist() for i in range(registers)]
         for lane in range(LANES):
             if not on[lane]:

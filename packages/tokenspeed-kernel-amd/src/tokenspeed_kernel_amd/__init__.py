@@ -1,4 +1,4 @@
-"""Kernels for AMD MI355X (gfx950, CDNA4), as plain functions and as a plugin of tokenspeed-kernel.
+"""Kernels for AMD MI355X (gfx950, CDNA4) and MI300X (gfx942, CDNA3), as plain functions and as a plugin of tokenspeed-kernel.
 
 Every operator that this package's kernels implement is a function of the package: ``from tokenspeed_kernel_amd import
 mha_prefill``. The function has the operator's signature, docstring and checks, and selects among the kernels of this package alone.

@@ -26,6 +26,12 @@ def cdna3_to_cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) 
     return CapabilityRequirement(ArchVersion(9, 4), ArchVersion(9, 5), frozenset(features), frozenset({"amd"}), probe)
 
 
+def cdna3(*, features: Iterable[str] = (), probe: Probe | None = None) -> CapabilityRequirement:
+    """Returns a requirement that only gfx942 meets (AMD Instinct MI300X and MI325X). The arguments are those of
+    `cdna3_to_cdna4`."""
+    return CapabilityRequirement(ArchVersion(9, 4), ArchVersion(9, 4), frozenset(features), frozenset({"amd"}), probe)
+
+
 def cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) -> CapabilityRequirement:
     """Returns a requirement that only gfx950 meets (AMD Instinct MI350X and MI355X). The arguments are those of
     `cdna3_to_cdna4`."""
@@ -33,6 +39,7 @@ def cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) -> Capabi
 
 
 # Required by the Gluon kernels.
+GLUON_CDNA3 = cdna3(features={"triton"}, probe=triton_gap)
 GLUON_CDNA4 = cdna4(features={"triton"}, probe=triton_gap)
 # Required by the AITER kernels.
 AITER = cdna3_to_cdna4(probe=aiter_gap)

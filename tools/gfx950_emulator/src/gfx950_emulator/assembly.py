@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
+from gfx950_emulator.architecture import ARCHITECTURES, GFX950, Architecture
 from gfx950_emulator.constants import MASK32, code_address
 
 
@@ -70,6 +71,7 @@ class Assembly:
     metadata: dict[str, int] = field(default_factory=dict)  # integers of .amdgpu_metadata: vgpr_spill_count and so on
     entry: int = 0
     text: str = ""
+    architecture: Architecture = GFX950
 
     @cached_property
     def vgprs(self) -> int:
@@ -90,6 +92,7 @@ _FILE = re.compile(r'^\.file\s+(\d+)\s+(?:"([^"]*)"\s+)?"([^"]*)"')
 _LOC = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s+(\d+)[^;]*(?:;\s*(.*\S))?")
 _DIRECTIVE = re.compile(r"^\.amdhsa_(\w+)\s+(\S+)")
 _MNEMONIC = re.compile(r"^(?:v|s|ds|buffer|global|flat|scratch)_\w+$")
+_TARGET = re.compile(r'^\.amdgcn_target\s+"[^"]*-(\w+)(?::[^"]*)?"')  # the last part of the target triple
 _KERNEL = re.compile(r"^\.amdhsa_kernel\s+(\S+)")
 
 
@@ -97,8 +100,10 @@ def parse(text: str) -> Assembly:
     """Parses the assembly text of one kernel.
 
     Raises:
-        ValueError: the text has no kernel, or more than one.
+        ValueError: the text has no kernel, or more than one, or is for an architecture that the emulator does not know. A text
+            without a target is for gfx950.
     """
+    architecture = GFX950
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     descriptor: dict[str, int] = {}
@@ -131,6 +136,11 @@ def parse(text: str) -> Assembly:
             if match := _FILE.match(line):
                 files[int(match[1])] = str(PurePath(match[2] or "") / match[3])
                 continue
+            if match := _TARGET.match(line):
+                if match[1] not in ARCHITECTURES:
+                    raise ValueError(f"the assembly text is for {match[1]}; the emulator knows {', '.join(ARCHITECTURES)}")
+                architecture = ARCHITECTURES[match[1]]
+                continue
             if match := _KERNEL.match(line):
                 names.append(match[1])
                 continue
@@ -154,7 +164,8 @@ def parse(text: str) -> Assembly:
     if len(names) != 1:
         raise ValueError(f"expected the assembly text of one kernel, found {len(names)}: {names}")
     name = names[0]
-    return Assembly(name, tuple(_resolve(instructions, labels)), labels, descriptor, arguments, metadata, labels.get(name, 0), text)
+    resolved, entry = tuple(_resolve(instructions, labels)), labels.get(name, 0)
+    return Assembly(name, resolved, labels, descriptor, arguments, metadata, entry, text, architecture)
 
 
 _RELATIVE = re.compile(r"^(.+)@rel32@(lo|hi)\+\d+$")

@@ -84,6 +84,7 @@ class Site:
         self.assembly = assembly
         self.mnemonic, self.encoding = split_encoding(instruction.mnemonic)
         self.modifiers = dict(instruction.modifiers)
+        self.architecture = assembly.architecture
         self._operands: list[Operand] | None = None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import typer
@@ -10,31 +10,41 @@ from rich.console import Console
 from rich.markup import escape
 
 from gfx950_emulator import report
-from gfx950_emulator.driver import emulated_gfx950
+from gfx950_emulator.driver import emulated
 from gfx950_emulator.program import Program
 from gfx950_emulator.trace import InstructionTrace, Written
 from kernel_emulation.command import BoundsOption, Kernel, Target, Top, application, execute, fail, launches_of, list_launches
 from kernel_emulation.report import console as console_of
 
-app = application("Runs gfx950 kernels on a CPU.")
+app = application("Runs gfx950 and gfx942 kernels on a CPU.")
 
 Sanitize = Annotated[bool, typer.Option("--sanitize/--no-sanitize", help="Look for races, missing waits, uninitialised data.")]
 
 
+Arch = Annotated[Literal["gfx950", "gfx942"], typer.Option(help="Architecture to compile for and to emulate.")]
+
+
 @app.command()
-def run(target: Target, sanitize: Sanitize = True, bounds: BoundsOption = "view") -> None:
+def run(target: Target, sanitize: Sanitize = True, bounds: BoundsOption = "view", arch: Arch = "gfx950") -> None:
     """Run a function's kernels, with the sanitizer, and list them."""
-    emulator, seconds = execute(emulated_gfx950, target, sanitize=sanitize, bounds=bounds)
+    emulator, seconds = execute(emulated, target, arch=arch, sanitize=sanitize, bounds=bounds)
     list_launches(emulator, "lockstep instructions")
     checked = "nothing to complain of" if sanitize else "not sanitized"
     console_of().print(f"{len(emulator.launches)} launches in {seconds:.1f} s, {checked}")
 
 
 @app.command()
-def stats(target: Target, kernel: Kernel = "", top: Top = 15, sanitize: Sanitize = False, bounds: BoundsOption = "view") -> None:
+def stats(
+    target: Target,
+    kernel: Kernel = "",
+    top: Top = 15,
+    sanitize: Sanitize = False,
+    bounds: BoundsOption = "view",
+    arch: Arch = "gfx950",
+) -> None:
     """Run a function's kernels and count: instructions, bytes, cache lines, bank conflicts; model the time."""
     console = console_of()
-    emulator, _ = execute(emulated_gfx950, target, sanitize=sanitize, counters=True, bounds=bounds)
+    emulator, _ = execute(emulated, target, arch=arch, sanitize=sanitize, counters=True, bounds=bounds)
     for launch in launches_of(emulator, kernel):
         console.print(report.stats(launch, top))
         console.print()
@@ -51,12 +61,13 @@ def trace(
     as_float: Annotated[bool, typer.Option("--float", help="Show vector registers as float32.")] = False,
     sanitize: Sanitize = False,
     bounds: BoundsOption = "view",
+    arch: Arch = "gfx950",
 ) -> None:
     """Run a function's kernels, and print each instruction of one wave with the values that it wrote."""
     console = console_of()
     printer = _Printer(console, as_float)
     tracer = InstructionTrace(printer, workgroup, wave, kernel, _lanes(lanes), limit)
-    execute(emulated_gfx950, target, sanitize=sanitize, tracer=tracer, bounds=bounds)
+    execute(emulated, target, arch=arch, sanitize=sanitize, tracer=tracer, bounds=bounds)
     if not tracer.told:
         fail(
             f"nothing ran as wave {wave} of workgroup {workgroup}" + (f" in a kernel with {kernel!r} in its name" if kernel else "")

@@ -82,7 +82,8 @@ class Counters:
         self.block_runs: dict[int, int] = {}
         self.trace = BlockTrace()
         self.columns = {name: np.zeros(len(program.bound), np.int64) for name in _COLUMNS}
-        self._conflicts = ConflictCache()
+        self._device = program.assembly.architecture.device
+        self._conflicts = ConflictCache(self._device)
         self._cache_lines: _CacheLines | None = None
 
     # Called by memory instructions
@@ -147,7 +148,7 @@ class Counters:
         columns["lds_accesses"][index] += len(by_wave)
         columns["lds_bytes"][index] += len(offsets) * size
         columns["lds_conflicts"][index] += conflicts
-        columns["lds_cycles"][index] += conflicts + phase_count(size, store) * len(by_wave)
+        columns["lds_cycles"][index] += conflicts + phase_count(size, store, self._device) * len(by_wave)
 
     def _index(self, bound: Bound) -> int:
         return self.program.instruction_of(bound).index

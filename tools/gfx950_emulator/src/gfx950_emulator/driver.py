@@ -1,4 +1,4 @@
-"""The emulator as a Triton device, and the ``with`` block in which kernels for gfx950 run on this device."""
+"""The emulator as a Triton device, and the ``with`` block in which kernels for gfx950 or gfx942 run on this device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import _allocation
 
 from gfx950_emulator import machine, parallel, program
+from gfx950_emulator.architecture import ARCHITECTURES, Architecture
 from gfx950_emulator.constants import WAVE
-from gfx950_emulator.local_memory import LIMIT
 from gfx950_emulator.memory import GlobalMemory
 from gfx950_emulator.trace import InstructionTrace
 from kernel_emulation import emulator, triton_driver
 from kernel_emulation.emulator import Allocation, Block, Bounds, Edit, allocation_of
 from kernel_emulation.triton_driver import Argument, Driver, pack
-
-ARCH = "gfx950"
-DEVICE_NAME = "AMD Instinct MI355X"
-COMPUTE_UNITS = 256
-# Triton caches compiled kernels per device index; no real device has this index.
-_DEVICE = 950
 
 
 @dataclass(kw_only=True)
@@ -55,14 +50,14 @@ class LaunchReport(emulator.LaunchReport):
 
 @dataclass(kw_only=True)
 class Emulator(emulator.Emulator[LaunchReport]):
-    """The result of `emulated_gfx950`: settings that may be changed between launches, and the list of launches."""
+    """The result of `emulated`: settings that may be changed between launches, and the list of launches."""
 
     jobs: int = 1
     batch_lanes: int = machine.BATCH_LANES
     tracer: InstructionTrace | None = None
 
 
-_block = Block[Emulator]("emulated_gfx950")
+_block = Block[Emulator]("emulated")
 
 
 class _Launcher(triton_driver.Launcher):
@@ -181,16 +176,21 @@ def _segment(
     return segment
 
 
-def _driver() -> Driver:
+def _driver(architecture: Architecture) -> Driver:
+    arch, device = architecture.name, architecture.device
     properties = {
-        "max_shared_mem": LIMIT, "multiprocessor_count": COMPUTE_UNITS, "arch": ARCH, "warpSize": WAVE, "max_num_regs": 512,
-        "sm_clock_rate": 2_400_000, "mem_clock_rate": 2_000_000, "mem_bus_width": 8192, "cooperativeLaunch": 1,
+        "max_shared_mem": device.lds_bytes, "multiprocessor_count": device.compute_units, "arch": arch, "warpSize": WAVE,
+        "max_num_regs": 512, "sm_clock_rate": round(device.clock_hz / 1000), "mem_clock_rate": 2_000_000, "mem_bus_width": 8192,
+        "cooperativeLaunch": 1,
     }  # fmt: skip
-    return Driver(_Launcher, GPUTarget("hip", ARCH, WAVE), _DEVICE, (9, 5), properties)
+    # Triton caches compiled kernels per device index. No real device has this index: 950 or 942.
+    index = int(arch.removeprefix("gfx"))
+    return Driver(_Launcher, GPUTarget("hip", arch, WAVE), index, architecture.version, properties)
 
 
 @contextlib.contextmanager
-def emulated_gfx950(
+def emulated(
+    arch: str = "gfx950",
     *,
     sanitize: bool = True,
     counters: bool = False,
@@ -200,12 +200,13 @@ def emulated_gfx950(
     tracer: InstructionTrace | None = None,
     bounds: Bounds = "view",
 ) -> Iterator[Emulator]:
-    """Compiles Triton and Gluon kernels for gfx950 and executes them on CPU tensors, inside the ``with`` block.
+    """Compiles Triton and Gluon kernels for an architecture and executes them on CPU tensors, inside the ``with`` block.
 
-    If tokenspeed-kernel-base is installed, its platform inside the block is an emulated MI355X. Operators then select and run the
-    same kernels as on an MI355X.
+    If tokenspeed-kernel-base is installed, its platform inside the block is an emulated MI355X (gfx950) or MI300X (gfx942).
+    Operators then select and run the same kernels as on this device.
 
     Args:
+        arch: ``"gfx950"`` or ``"gfx942"``.
         sanitize: whether to check for races, missing waits, uninitialised data and more (`gfx950_emulator.sanitizer`). Accesses
             beyond the tensors that a kernel received are errors regardless of this setting.
         counters: whether to count instructions, bytes, bank conflicts and cache lines, for `LaunchReport.counters`.
@@ -219,13 +220,21 @@ def emulated_gfx950(
 
     Raises:
         RuntimeError: this block is inside another such block.
-        ValueError: ``bounds`` is neither ``"view"`` nor ``"storage"``.
+        ValueError: ``arch`` is not one of the two architectures, or ``bounds`` is neither ``"view"`` nor ``"storage"``.
     """
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+    architecture = ARCHITECTURES[arch]
     running = Emulator(
         sanitize=sanitize, counters=counters, jobs=jobs, edit=edit, batch_lanes=batch_lanes, tracer=tracer, bounds=bounds
     )
-    device = emulator.platform(
-        "amd", (9, 5), DEVICE_NAME, ARCH, memory=288 * 2**30, processors=COMPUTE_UNITS, features=frozenset({"triton"})
+    device = architecture.device
+    platform = emulator.platform(
+        "amd", architecture.version, device.name, arch, device.memory_bytes, device.compute_units, frozenset({"triton"})
     )
-    with _block.entered(running), device, triton_driver.installed(_driver()):
+    with _block.entered(running), platform, triton_driver.installed(_driver(architecture)):
         yield running
+
+
+emulated_gfx950 = partial(emulated, "gfx950")
+emulated_gfx942 = partial(emulated, "gfx942")

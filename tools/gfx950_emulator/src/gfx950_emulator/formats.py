@@ -1,7 +1,8 @@
-"""CDNA4's number formats and the conversions between them, as numpy functions with one value per lane.
+"""Number formats of CDNA3 and CDNA4, and the conversions between them, as numpy functions with one value per lane.
 
-gfx950 uses the OCP encodings of fp8 (not FNUZ, as gfx942 does): fp8 is E4M3FN, bf8 is E5M2. The 6-bit and 4-bit formats are those
-of the OCP Microscaling (MX) specification 1.0: fp6 is E2M3, bf6 is E3M2, fp4 is E2M1; a scale is E8M0.
+gfx950 uses the OCP encodings of fp8: fp8 is E4M3FN, bf8 is E5M2. gfx942 uses the FNUZ encodings: fp8 is E4M3FNUZ, bf8 is E5M2FNUZ.
+The 6-bit and 4-bit formats are those of the OCP Microscaling (MX) specification 1.0: fp6 is E2M3, bf6 is E3M2, fp4 is E2M1; a scale
+is E8M0.
 
 Facts and their sources:
 
@@ -16,6 +17,9 @@ Facts and their sources:
   FP16_OVFL = 1 (``saturate=True`` below), finite values and infinities become the largest finite number, and NaN stays NaN. Triton
   sets this bit, MODE[23], in kernels that convert to fp8, and its hardware test ``test_typeconvert_downcast_clamping`` expects this
   on gfx950.
+- *FNUZ* formats have neither infinity nor -0; the encoding with only the sign bit set is the one NaN, and the exponent's bias is
+  larger by 1 than that of the OCP format (Composable Kernel, ``ck_tile/core/numeric/float8.hpp``). With MODE.FP16_OVFL = 0, values
+  that round beyond the largest number, and infinities, become NaN. With FP16_OVFL = 1, they become the largest number.
 - *fp6, bf6 and fp4* have neither infinity nor NaN and always saturate. A NaN, or a NaN scale, becomes the largest number with the
   sign of the source (``amd_hip_ocp_host.hpp``); the ISA's pseudocode does not say.
 - *Widening to float16* overflows to infinity (``amd_hip_ocp_host.hpp``, "gfx950 HW behavior").
@@ -52,11 +56,12 @@ class Format:
     """A binary floating-point format of up to 16 bits, sign first.
 
     Attributes:
-        name: the format's name in mnemonics.
+        name: the format's name, as in mnemonics; mnemonics do not say whether fp8 and bf8 are FNUZ.
         exponent_bits, mantissa_bits, bias: widths of the fields in bits, and the exponent's bias.
         infinity: whether the largest exponent means infinity with a zero mantissa, and NaN with any other mantissa (as in IEEE
             754).
         nan: for a format without infinity, whether the encoding with all bits set is NaN (E4M3FN).
+        fnuz: whether the encoding with only the sign bit set is NaN instead of -0.
     """
 
     name: str
@@ -65,6 +70,7 @@ class Format:
     bias: int
     infinity: bool = False
     nan: bool = False
+    fnuz: bool = False
 
     @property
     def bits(self) -> int:
@@ -93,14 +99,21 @@ class Format:
 
     @property
     def nan_code(self) -> int:
-        """The encoding of NaN, in which all mantissa bits are set. If the format has no NaN, this is the largest number."""
-        return self.sign - 1
+        """The encoding of NaN, in which all mantissa bits are set, except in FNUZ formats. If the format has no NaN, this is the
+        largest number."""
+        return self.sign if self.fnuz else self.sign - 1
 
     def overflow_code(self, saturate: bool) -> int:
         """Returns the encoding of a value that overflows, without its sign."""
-        if saturate or not (self.infinity or self.nan):
+        if saturate or not (self.infinity or self.nan or self.fnuz):
             return self.largest
         return self.infinity_code if self.infinity else self.nan_code
+
+    def signed(self, codes: np.ndarray, negative: np.ndarray) -> np.ndarray:
+        """Returns encodings with the sign bit set where ``negative``; a FNUZ format has no -0."""
+        if self.fnuz:
+            negative = negative & (codes != 0)
+        return np.where(negative, codes | self.sign, codes).astype(self.dtype)
 
     @cached_property
     def values(self) -> np.ndarray:
@@ -116,12 +129,16 @@ class Format:
         elif self.nan:
             magnitude = np.where(codes & (self.sign - 1) == self.sign - 1, np.nan, magnitude)
         values = np.where(codes & self.sign, -magnitude, magnitude).astype(np.float32)
+        if self.fnuz:
+            values[self.sign] = np.nan
         values.setflags(write=False)
         return values
 
 
 FP8 = Format("fp8", 4, 3, 7, nan=True)
 BF8 = Format("bf8", 5, 2, 15, infinity=True)
+FP8_FNUZ = Format("fp8_fnuz", 4, 3, 8, fnuz=True)
+BF8_FNUZ = Format("bf8_fnuz", 5, 2, 16, fnuz=True)
 FP6 = Format("fp6", 2, 3, 1)
 BF6 = Format("bf6", 3, 2, 3)
 FP4 = Format("fp4", 2, 1, 1)
@@ -191,7 +208,7 @@ def _narrowing(form: Format, saturate: bool) -> np.ndarray:
     codes = ((exponent - lowest) << form.mantissa_bits) + units
     codes = np.where((codes > form.largest) | np.isinf(magnitude), form.overflow_code(saturate), codes)
     codes = np.where(np.isnan(magnitude), form.nan_code, codes)
-    codes = np.where(upper >> np.uint32(15), codes | form.sign, codes).astype(form.dtype)
+    codes = form.signed(codes, (upper >> np.uint32(15)).astype(bool))
     codes.setflags(write=False)
     return codes
 
@@ -268,7 +285,7 @@ def encode_stochastic(
     codes = np.where(significand == 0, 0, codes)
     codes = np.where((codes > form.largest) | np.isinf(values), form.overflow_code(saturate), codes)
     codes = np.where(np.isnan(values) | (scale == 255), form.nan_code, codes)
-    return np.where(bits & _SIGN, codes | form.sign, codes).astype(form.dtype)
+    return form.signed(codes, (bits & _SIGN).astype(bool))
 
 
 def next_random(random: np.ndarray) -> np.ndarray:

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from gfx950_emulator.architecture import GFX950, Architecture
 from gfx950_emulator.group import Group
 from gfx950_emulator.memory import Fault
 from gfx950_emulator.outstanding import Deferred
-
-LIMIT = 160 * 1024  # bytes per workgroup on gfx950
 
 
 class LocalMemory:
@@ -28,9 +27,10 @@ class LocalMemory:
         shadow: the sanitizer's record of readers and writers, or None.
     """
 
-    def __init__(self, slots: int, size: int) -> None:
-        if size > LIMIT:
-            raise ValueError(f"a workgroup asks for {size} bytes of LDS; gfx950 has {LIMIT}")
+    def __init__(self, slots: int, size: int, architecture: Architecture = GFX950) -> None:
+        limit = architecture.device.lds_bytes
+        if size > limit:
+            raise ValueError(f"a workgroup asks for {size} bytes of LDS; {architecture.name} has {limit}")
         self.size = size
         self.stride = (size + 31) & ~15  # includes padding past the end, which no kernel reads
         self.bytes = np.zeros(slots * self.stride, np.uint8)

@@ -22,12 +22,12 @@ import numpy as np
 from gfx950_emulator.assembly import Instruction
 from gfx950_emulator.constants import FP16_OVFL, MODE_DEFAULT, WAVE
 from gfx950_emulator.group import Group
+from gfx950_emulator.hardware import XCDS
 from gfx950_emulator.local_memory import LocalMemory
 from gfx950_emulator.memory import Fault, GlobalMemory
 from gfx950_emulator.program import Block, Program
 from kernel_emulation.errors import EmulationError, SanitizerError
 
-XCCS = 8
 # Target number of lanes per batch: large enough that numpy's overhead per call is small compared with its cost per lane.
 BATCH_LANES = 4096
 # User SGPRs in order, with the number of registers of each (llvm.org/docs/AMDGPUUsage.html, "SGPR register set up order")
@@ -108,7 +108,7 @@ class Machine:
 
     def xcc_of(self, slots: np.ndarray) -> np.ndarray:
         """Returns the XCC ids of workgroups, which are dispatched to the XCDs round-robin."""
-        return self.workgroups[slots] % XCCS
+        return self.workgroups[slots] % XCDS
 
     def scratch_rows(self, offset: int, dwords: int) -> np.ndarray:
         """Returns a view of the scratch memory of all lanes of the batch: uint32 [dwords, lanes]."""
@@ -155,7 +155,7 @@ class Batch:
     def __init__(self, launch: Launch, workgroups: np.ndarray) -> None:
         self.launch = launch
         self.program = launch.program
-        local = LocalMemory(len(workgroups), launch.lds)
+        local = LocalMemory(len(workgroups), launch.lds, self.program.assembly.architecture)
         self.machine = Machine(launch, launch.memory, local, launch.waves, workgroups, launch.counters)
         descriptor = self.program.assembly.descriptor
         if descriptor.get("fp16_overflow"):

@@ -1,4 +1,4 @@
-"""MFMA instructions: V_MFMA_* and V_MFMA_SCALE_* of gfx950 with one block, D = A B + C on matrices distributed over a wave's lanes.
+"""MFMA instructions: V_MFMA_* and V_MFMA_SCALE_* with one block, D = A B + C on matrices distributed over a wave's lanes.
 
 Registers are passed as uint32 [registers, 64 * waves], with the lanes of a wave adjacent. All waves compute at once, and all lanes
 take part. The caller handles EXEC.
@@ -53,8 +53,8 @@ Arithmetic
 
 Passes
 ------
-`MatrixOp.passes` counts passes of 4 clock cycles, from LLVM's SIDPGFX950FullSpeedModel (llvm/lib/Target/AMDGPU/SISchedule.td);
-AMD's article above gives four times the same numbers as cycles. f8f6f4 takes twice as long if either operand has 8 bits.
+`MatrixOp.passes` counts passes of 4 clock cycles (`gfx950_emulator.architecture`, from llvm/lib/Target/AMDGPU/SISchedule.td); AMD's
+article above gives four times the same numbers as cycles. f8f6f4 takes twice as long if either operand has 8 bits.
 """
 
 from __future__ import annotations
@@ -67,23 +67,12 @@ from typing import Any
 
 import numpy as np
 
+from gfx950_emulator.architecture import GFX950, Architecture
 from gfx950_emulator.constants import WAVE
 from gfx950_emulator.formats import BF6, BF8, E8M0, FP4, FP6, FP8, Format
 
 _F8F6F4 = {0: FP8, 1: BF8, 2: FP6, 3: BF6, 4: FP4}
-_NAMED = {"fp8": FP8, "bf8": BF8}
 _WIDTHS = {"f64": 64, "f32": 32, "f16": 16, "bf16": 16, "i8": 8}
-
-# (result type, size, K, type of A and B) -> passes of 4 cycles
-_PASSES = {
-    ("f32", 32, 2, "f32"): 16, ("f32", 16, 4, "f32"): 8,
-    ("f32", 32, 8, "f16"): 8, ("f32", 16, 16, "f16"): 4, ("f32", 32, 16, "f16"): 8, ("f32", 16, 32, "f16"): 4,
-    ("f32", 32, 8, "bf16"): 8, ("f32", 16, 16, "bf16"): 4, ("f32", 32, 16, "bf16"): 8, ("f32", 16, 32, "bf16"): 4,
-    ("f32", 32, 16, "8-bit"): 8, ("f32", 16, 32, "8-bit"): 4,
-    ("f32", 32, 64, "f8f6f4"): 8, ("f32", 16, 128, "f8f6f4"): 4,
-    ("i32", 32, 16, "i8"): 8, ("i32", 16, 32, "i8"): 4, ("i32", 32, 32, "i8"): 8, ("i32", 16, 64, "i8"): 4,
-    ("f64", 16, 4, "f64"): 16,
-}  # fmt: skip
 
 _MNEMONIC = re.compile(
     r"v_mfma_(?P<scale>scale_)?(?P<result>f32|i32|f64)_(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)_?(?:(?P<blocks>\d+)b_)?"
@@ -124,16 +113,17 @@ class MatrixOp:
     compute: Compute
 
 
-def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
+def bind_mfma(mnemonic: str, modifiers: Mapping[str, object], architecture: Architecture = GFX950) -> MatrixOp:
     """Returns the MFMA instruction with this mnemonic.
 
     Args:
         mnemonic: any spelling that LLVM's assembler takes: ``v_mfma_f32_16x16x16_bf16``, ``v_mfma_f32_16x16x16bf16_1k``.
         modifiers: as written: ``cbsz`` and ``blgp`` (formats of A and B of f8f6f4), ``op_sel`` and ``op_sel_hi`` (scale bytes).
             All others must be 0.
+        architecture: determines which MFMAs exist, their time, and the encodings of fp8 and bf8.
 
     Raises:
-        ValueError: the instruction is no MFMA of gfx950, or has several blocks, or a modifier does not apply.
+        ValueError: the instruction is no MFMA of the architecture, or has several blocks, or a modifier does not apply.
     """
     match = _MNEMONIC.fullmatch(mnemonic)
     if match is None:
@@ -142,9 +132,9 @@ def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
     if match["blocks"] or int(match["n"]) != size or size == 4:
         raise ValueError(f"{mnemonic}: only matrix instructions with one block are implemented, of 16x16 or 32x32")
     kind = "8-bit" if "8_" in types else types
-    passes = _PASSES.get((match["result"], size, k, kind))
+    passes = architecture.passes.get((match["result"], size, k, kind))
     if passes is None or (match["scale"] and kind != "f8f6f4"):
-        raise ValueError(f"{mnemonic}: gfx950 has no such instruction")
+        raise ValueError(f"{mnemonic}: {architecture.name} has no such instruction")
 
     given = {name: value for name, value in modifiers.items() if (any(value) if isinstance(value, tuple | list) else value)}
     scale_bytes: tuple[int, int] | None = None
@@ -158,7 +148,7 @@ def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
         if match["scale"]:
             scale_bytes = _scale_bytes(mnemonic, given.pop("op_sel", ()), given.pop("op_sel_hi", ()))
     elif kind == "8-bit":
-        form_a, form_b = (_NAMED[name] for name in types.split("_"))
+        form_a, form_b = (architecture.formats[name] for name in types.split("_"))
     if given:
         listed = ", ".join(f"{name}:{value}" for name, value in given.items())
         raise ValueError(f"{mnemonic}: modifiers {listed} are not implemented for it")

@@ -1,7 +1,7 @@
 """Occupancy: how many workgroups of a kernel fit on a CU, and which resource limits them.
 
-The rules are LLVM's (llvm/lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp and GCNSubtarget.cpp) for gfx950. `gfx950_emulator.hardware`
-has the figures.
+The rules are LLVM's (llvm/lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp and GCNSubtarget.cpp) . `gfx950_emulator.hardware` has
+the figures.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from gfx950_emulator.assembly import Assembly
 from gfx950_emulator.hardware import (
     BARRIERS,
-    LDS_BYTES,
-    LDS_GRANULE,
     SGPR_GRANULE,
     SGPRS_PER_SIMD,
     SIMDS,
@@ -72,7 +70,8 @@ def occupancy(assembly: Assembly, waves: int, lds: int) -> Occupancy:
     }
     # The waves of a workgroup are distributed over the SIMDs as evenly as possible.
     limits = {name: SIMDS * count // waves for name, count in per_simd.items()}
-    limits["LDS"] = LDS_BYTES // _up(lds, LDS_GRANULE) if lds else limits["waves"]
+    device = assembly.architecture.device
+    limits["LDS"] = device.lds_bytes // _up(lds, device.lds_granule) if lds else limits["waves"]
     limits["barriers"] = BARRIERS if waves > 1 else limits["waves"]
     limiter = min(limits, key=lambda name: limits[name])
     workgroups = limits[limiter]
@@ -85,5 +84,5 @@ def occupancy(assembly: Assembly, waves: int, lds: int) -> Occupancy:
         assembly.agprs,
         sgprs,
         allocated,
-        _up(lds, LDS_GRANULE),
+        _up(lds, device.lds_granule),
     )

@@ -11,7 +11,7 @@ The fixture ``emulated`` yields the `Emulator`; the marker ``emulated`` runs a w
     def test_softmax(): ...
 
 
-    @pytest.mark.emulated(sanitize=False, counters=True)
+    @pytest.mark.emulated(arch="gfx942", sanitize=False, counters=True)
     def test_softmax(emulated): ...
 
 The sanitizer is on unless the marker says otherwise. PyTorch and Triton are imported only when a test uses the emulator.
@@ -33,7 +33,7 @@ _NAME = "emulated"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    testing.declare(config, _NAME, "gfx950", "emulated_gfx950")
+    testing.declare(config, _NAME, "gfx950 (or gfx942)", "gfx950_emulator.emulated")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,6 +43,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def emulated(request: pytest.FixtureRequest) -> Iterator[Emulator]:
     """Yields the emulator on which the test's kernels run."""
-    from gfx950_emulator.driver import emulated_gfx950
+    from gfx950_emulator.driver import emulated as block
 
-    yield from testing.emulated(request, _NAME, emulated_gfx950)
+    yield from testing.emulated(request, _NAME, block)

@@ -11,7 +11,6 @@ from rich.table import Table
 from gfx950_emulator import timing
 from gfx950_emulator.counters import Counters, Line
 from gfx950_emulator.driver import LaunchReport
-from gfx950_emulator.hardware import CLOCK_HZ, COMPUTE_UNITS
 from kernel_emulation.report import headline, new_table, number
 
 
@@ -83,8 +82,8 @@ def _time(prediction: timing.Prediction) -> RenderableType:
     if full.workgroups > 1:
         what.add_row(f"{full.workgroups} on a compute unit", f"{number(full.cycles)} cycles")
     what.add_row(
-        f"grid on {COMPUTE_UNITS} units",
-        f"{number(prediction.cycles)} cycles = {prediction.seconds * 1e6:.2f} us at {CLOCK_HZ / 1e9:.1f} GHz "
+        f"grid on {prediction.device.compute_units} units",
+        f"{number(prediction.cycles)} cycles = {prediction.seconds * 1e6:.2f} us at {prediction.device.clock_hz / 1e9:.1f} GHz "
         f"(HBM alone {prediction.memory_seconds * 1e6:.2f} us), achievable {prediction.achievable_seconds * 1e6:.2f} us",
     )
     if full.simulated < 1:

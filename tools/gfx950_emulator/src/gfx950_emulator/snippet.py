@@ -32,6 +32,7 @@ _FRAME = """snippet:
 \t.amdhsa_next_free_vgpr {vectors}
 \t.amdhsa_accum_offset {accumulation}
 \t.end_amdhsa_kernel
+\t.amdgcn_target "amdgcn-amd-amdhsa--{arch}"
 """
 _NAMES = {"vcc": VCC, "m0": M0, "exec": EXEC}
 
@@ -53,9 +54,10 @@ class Snippet:
         waves: number of waves of the workgroup.
         lds: the initial LDS of the workgroup, as bytes or uint8; an int is a number of zero bytes.
         arrays: numpy arrays that the instructions may access; their addresses are ``array.ctypes.data``.
-        sanitize: as in `emulated_gfx950`; registers that are not given are then uninitialised.
+        sanitize: as in `emulated`; registers that are not given are then uninitialised.
         counters: whether to count what the instructions do; the attribute ``counters`` then has the counts.
-        tracer: as in `emulated_gfx950`.
+        tracer: as in `emulated`.
+        arch: as in `emulated`.
     """
 
     def __init__(
@@ -73,11 +75,12 @@ class Snippet:
         registers: int = 64,
         counters: bool = False,
         tracer: InstructionTrace | None = None,
+        arch: str = "gfx950",
     ) -> None:
         body = "\n".join(
             "\t" + line.strip() if not line.strip().endswith(":") else line.strip() for line in text.strip().splitlines()
         )
-        assembly = parse(_FRAME.format(body=body, vectors=2 * registers, accumulation=registers))
+        assembly = parse(_FRAME.format(arch=arch, body=body, vectors=2 * registers, accumulation=registers))
         self._accumulation = assembly.vgprs
         self.program = Program(assembly)
         allocations = [Allocation(x.ctypes.data, x.ctypes.data + x.nbytes, f"array {i}") for i, x in enumerate(arrays or [])]

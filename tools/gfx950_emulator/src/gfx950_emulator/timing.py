@@ -1,4 +1,6 @@
-"""A simple model of time on an MI355X. **Use its results only for ratios between kernels, never as absolute times.**
+"""A simple model of time on an MI355X, or on an MI300X for kernels for gfx942.
+
+**Use its results only for ratios between kernels, never as absolute times.**
 
 The model's input is what the emulator executed: the blocks that each wave of a workgroup ran, and the cache lines and LDS cycles
 that the counters found for each memory instruction. The results are the times of a workgroup, of a CU with as many workgroups as
@@ -9,16 +11,16 @@ The CU (compute unit)
 - Waves are distributed over 4 SIMDs. Every 4 cycles, a SIMD issues at most one instruction of each category (vector ALU with MFMA,
   vector memory, scalar with scalar memory, LDS, branch). These instructions are from different waves, the oldest wave first. Waits,
   barriers, s_nop and the like take an issue slot of their wave, but no execution unit.
-- A wave issues in order. Vector instructions hold their SIMD's ALU for 4 cycles, transcendental ones 8, conversions 16. MFMAs hold
-  the matrix core for their passes and the issue port for 4 cycles. An instruction that reads the result of a longer instruction
-  waits for this result. After an MFMA, it waits 5 issue slots longer. An MFMA that accumulates onto another MFMA's result waits
-  only for that MFMA's passes.
-- LDS: the banks process one phase per cycle, plus the conflict cycles. Each pair of SIMDs has a port, with 128 bytes per cycle for
-  loads, and 64 for stores and their addresses. Results arrive 48 cycles later.
-- Vector memory: one address pipeline (4 cycles per instruction), 64 bytes per cycle from L2 and 32 to it. Loads fetch whole cache
-  lines. Stores send only the bytes that they write, at most one line per cycle. Latency is interpolated between L2 and HBM, by the
-  fraction of lines that the launch touches for the first time in that instruction. The L1 cache is not modelled: every line comes
-  from L2.
+- A wave issues in order. Vector instructions hold their SIMD's ALU for 4 cycles, transcendental ones 8 (16 on MI300X), conversions
+  16. MFMAs hold the matrix core for their passes and the issue port for 4 cycles. An instruction that reads the result of a longer
+  instruction waits for this result. After an MFMA, it waits 5 issue slots longer (4 on MI300X). An MFMA that accumulates onto
+  another MFMA's result waits only for that MFMA's passes.
+- LDS: the banks process one phase per cycle, plus the conflict cycles. Each pair of SIMDs has a port, with 128 bytes per cycle (64
+  on MI300X) for loads, and 64 for stores and their addresses. Results arrive 48 cycles later (52 on MI300X).
+- Vector memory: one address pipeline (4 cycles per instruction), 64 bytes per cycle from L2 and 32 to it (53 and 26 on MI300X).
+  Loads fetch whole cache lines. Stores send only the bytes that they write, at most one line per cycle. Latency is interpolated
+  between L2 and HBM, by the fraction of lines that the launch touches for the first time in that instruction. The L1 cache is not
+  modelled: every line comes from L2.
 - s_waitcnt waits for the operations that it names: vector memory and LDS in order, scalar loads all at once. s_barrier waits for
   the waves of the workgroup.
 - Not modelled: instruction fetch, register bank conflicts, the queues of LDS and memory pipelines (there is no back-pressure), TLB,
@@ -26,16 +28,17 @@ The CU (compute unit)
 
 The grid
 --------
-Workgroups are assigned to the 256 CUs round-robin. The heaviest workgroup is simulated alone, and together with copies of itself.
-The times of other workgroups are proportional to the number of instructions that they executed. The time of a CU is the maximum of
-two times: of all its workgroups at the rate of full occupancy, and of its heaviest workgroup alone. The time of the grid is the
-maximum of its slowest CU's time and the time that HBM needs at 8 TB/s to move every cache line once.
+Workgroups are assigned to the CUs round-robin. The heaviest workgroup is simulated alone, and together with copies of itself. The
+times of other workgroups are proportional to the number of instructions that they executed. The time of a CU is the maximum of two
+times: of all its workgroups at the rate of full occupancy, and of its heaviest workgroup alone. The time of the grid is the maximum
+of its slowest CU's time and the time that HBM needs at peak bandwidth to move every cache line once.
 
 Ideal and achievable
 --------------------
 `Prediction.seconds` is this ideal time. `Prediction.achievable_seconds` adds unavoidable costs: 2.3 us per launch, and 6.6 TB/s
-instead of 8 TB/s for HBM. Both times were compared with times measured on MI355X for the published attention kernels, at GPT-OSS's
-64 heads of 64 and 8 KV heads in bf16 (`hardware.MEASURED`; `benchmarks/timing_model.py` of the AMD wheel predicts these calls):
+instead of 8 TB/s for HBM (MI300X: 4.26 instead of 5.3). Both times were compared with times measured on MI355X for the published
+attention kernels, at GPT-OSS's 64 heads of 64 and 8 KV heads in bf16 (`hardware.MEASURED`; `benchmarks/timing_model.py` of the AMD
+wheel predicts these calls):
 
 ==================  ========  ========  ==========
 microseconds        measured  ideal     achievable
@@ -49,7 +52,7 @@ prefill 2 x 8192    1462      1127      1129
 ==================  ========  ========  ==========
 
 For memory-bound kernels, the achievable time has an error of at most 10%. Compute-bound kernels take 1.3 to 1.7 times as long as
-either time, because clocks under load and instruction fetch are not modelled.
+either time, because clocks under load and instruction fetch are not modelled. No times measured on MI300X were compared.
 """
 
 from __future__ import annotations
@@ -133,6 +136,7 @@ class Prediction:
         occupancy: the occupancy of a CU.
         compute_seconds: the time of the slowest CU.
         memory_seconds: the time that HBM needs to move every cache line once, at peak bandwidth.
+        device: the device whose time is predicted.
     """
 
     kernel: str
@@ -142,6 +146,7 @@ class Prediction:
     occupancy: Occupancy
     compute_seconds: float
     memory_seconds: float
+    device: hw.Device = hw.MI355X
 
     @property
     def seconds(self) -> float:
@@ -150,13 +155,13 @@ class Prediction:
     @property
     def achievable_seconds(self) -> float:
         """The time with the measured HBM bandwidth and the cost of a launch."""
-        memory = self.memory_seconds * hw.HBM_BYTES_PER_SECOND / hw.HBM_ACHIEVED_BYTES_PER_SECOND
+        memory = self.memory_seconds * self.device.hbm_bytes_per_second / self.device.hbm_achieved_bytes_per_second
         return hw.LAUNCH_SECONDS + max(self.compute_seconds, memory)
 
     @property
     def cycles(self) -> float:
         """The time `seconds` in cycles of the peak clock."""
-        return self.seconds * hw.CLOCK_HZ
+        return self.seconds * self.device.clock_hz
 
     @property
     def bound_by(self) -> str:
@@ -185,13 +190,15 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
     work = counters.trace.work(weights)
     heaviest = min(work, key=lambda workgroup: (-work[workgroup], workgroup))
     traces = instructions_of(counters, heaviest)
-    per_unit = Counter(workgroup % hw.COMPUTE_UNITS for workgroup in work)
+    device = report.program.assembly.architecture.device
+    units = device.compute_units
+    per_unit = Counter(workgroup % units for workgroup in work)
     resident = min(fits.workgroups, max(per_unit.values()))
     alone = simulate(costs, [traces], max_instructions)
     full = alone if resident == 1 else simulate(costs, [traces] * resident, max_instructions)
     load: dict[int, float] = {}
     for workgroup, amount in work.items():
-        load[workgroup % hw.COMPUTE_UNITS] = load.get(workgroup % hw.COMPUTE_UNITS, 0.0) + amount / work[heaviest]
+        load[workgroup % units] = load.get(workgroup % units, 0.0) + amount / work[heaviest]
     # A CU with fewer workgroups than fit runs them all together. Its time is between the two simulated times.
     cycles = max(max(alone.cycles, total * _rate(alone, full, min(resident, per_unit[unit]))) for unit, total in load.items())
     return Prediction(
@@ -200,8 +207,9 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
         alone,
         full,
         fits,
-        cycles / hw.CLOCK_HZ,
-        counters.memory_bytes / hw.HBM_BYTES_PER_SECOND,
+        cycles / device.clock_hz,
+        counters.memory_bytes / device.hbm_bytes_per_second,
+        device,
     )
 
 
@@ -270,7 +278,7 @@ def instruction_costs(counters: Counters) -> list[Cost]:
 
 def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost:
     instruction, unit = counters.program.assembly.instructions[index], bound.unit
-    mnemonic = instruction.mnemonic
+    mnemonic, device = instruction.mnemonic, counters.program.assembly.architecture.device
     if unit in ("barrier", "end"):
         return Cost(cause="barrier" if unit == "barrier" else "issue", kind=unit)
     if unit == "wait":
@@ -280,35 +288,36 @@ def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost
     cause = _UNIT_CAUSE.get(unit, "scalar")
     common: dict[str, Any] = {"category": _CATEGORY[unit], "cause": cause, "reads": bound.reads, "writes": bound.writes}
     if unit in ("valu", "trans"):
-        busy = _vector_cycles(mnemonic, unit)
+        busy = _vector_cycles(mnemonic, unit, device.transcendental_cycles)
         return Cost(**common, valu=busy, latency=busy if busy > hw.SLOT else 0)
     if unit == "mfma":
         operation = bound.extra["mfma"]
         first = operation.a_registers + operation.b_registers
         chained = frozenset(bound.reads[first : first + operation.c_registers])
         passes = hw.SLOT * operation.passes
-        return Cost(**common, valu=hw.SLOT, mfma=passes, latency=passes + hw.SLOT * hw.MFMA_RESULT_SLOTS, chained=chained)
+        latency = passes + hw.SLOT * device.mfma_result_slots
+        return Cost(**common, valu=hw.SLOT, mfma=passes, latency=latency, chained=chained)
     if unit == "branch":
         return Cost(**common, turns=hw.BRANCH_SLOTS)
     memory = bound.memory
     if memory is None:
         return Cost(**common)
     found = {name: int(column[index]) / max(executions, 1) for name, column in counters.columns.items()}
-    banks, port = _lds_cycles(bound, found)
+    banks, port = _lds_cycles(bound, found, device)
     if unit == "lds":
-        return Cost(**common, banks=banks, port=port, counter="lgkmcnt", delay=hw.LDS_LATENCY)
+        return Cost(**common, banks=banks, port=port, counter="lgkmcnt", delay=device.lds_latency)
     if unit == "smem":
-        return Cost(**common, counter="lgkmcnt", delay=hw.SCALAR_CACHE_MISS, scalar=True)
+        return Cost(**common, counter="lgkmcnt", delay=device.scalar_cache_miss, scalar=True)
     # Scratch accesses have no line counts. The lanes' dwords are interleaved, so waves access whole lines, which stay in L2.
     lines = memory.size * WAVE / hw.CACHE_LINE if memory.space == "scratch" else found["lines"]
     if memory.direction == "store":
         # A store sends the bytes that it writes, and one request for each cache line.
-        delay: float = hw.L2_LATENCY
-        cycles: float = max(lines, memory.size * WAVE / hw.L2_WRITE_BYTES_PER_CYCLE)
+        delay: float = device.l2_latency
+        cycles: float = max(lines, memory.size * WAVE / device.l2_write_bytes_per_cycle)
     else:
         fresh = found["fresh_lines"] / lines if lines else 0.0
-        delay = hw.L2_LATENCY + fresh * (hw.HBM_LATENCY - hw.L2_LATENCY)
-        cycles = lines * hw.CACHE_LINE / hw.L2_READ_BYTES_PER_CYCLE
+        delay = device.l2_latency + fresh * (device.hbm_latency - device.l2_latency)
+        cycles = lines * hw.CACHE_LINE / device.l2_read_bytes_per_cycle
     pipeline = max(hw.ADDRESS_CYCLES, cycles)
     return Cost(**common, banks=banks, pipeline=pipeline, counter="vmcnt", delay=delay)
 
@@ -324,13 +333,13 @@ def _idle_turns(mnemonic: str, operands: tuple[str, ...]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _vector_cycles(mnemonic: str, unit: str) -> int:
+def _vector_cycles(mnemonic: str, unit: str, transcendental: int) -> int:
     if unit == "trans":
-        return hw.TRANSCENDENTAL_F64_CYCLES if "_f64" in mnemonic else hw.TRANSCENDENTAL_CYCLES
+        return hw.TRANSCENDENTAL_F64_CYCLES if "_f64" in mnemonic else transcendental
     return hw.QUARTER_RATE_CYCLES if _QUARTER_RATE.match(mnemonic) else hw.VALU_CYCLES
 
 
-def _lds_cycles(bound: Bound, found: dict[str, float]) -> tuple[float, float]:
+def _lds_cycles(bound: Bound, found: dict[str, float], device: hw.Device) -> tuple[float, float]:
     """Returns the average cycles of the LDS banks and of the port, per execution of an instruction."""
     memory = bound.memory
     if memory is not None and memory.direction == "permute":
@@ -338,7 +347,7 @@ def _lds_cycles(bound: Bound, found: dict[str, float]) -> tuple[float, float]:
         return 1.0, hw.LDS_PORT_ADDRESS_CYCLES + 4 * WAVE / hw.LDS_PORT_STORE_BYTES
     size = found["lds_bytes"]
     if memory is not None and memory.direction == "load":
-        return found["lds_cycles"], max(hw.LDS_PORT_ADDRESS_CYCLES, size / hw.LDS_PORT_LOAD_BYTES)
+        return found["lds_cycles"], max(hw.LDS_PORT_ADDRESS_CYCLES, size / device.lds_port_load_bytes)
     return found["lds_cycles"], hw.LDS_PORT_ADDRESS_CYCLES + size / hw.LDS_PORT_STORE_BYTES
 
 
@@ -363,7 +372,8 @@ class _Wave:
     at: int = 0
     free: float = 0.0  # earliest time at which the wave can issue its next instruction
     last: float = 0.0  # the time up to which the wave's time is accounted for
-    pending: dict[int, tuple[float, bool, str]] = field(default_factory=dict)  # register -> (ready at, by an MFMA?, cause of wait)
+    # register -> (ready at, ready at for an MFMA that accumulates, cause of wait)
+    pending: dict[int, tuple[float, float, str]] = field(default_factory=dict)
     vector: deque[float] = field(default_factory=deque)  # completion times of outstanding vector memory operations, oldest first
     local: deque[tuple[float, bool]] = field(default_factory=deque)  # LDS and scalar operations: (done at, a scalar load?)
 
@@ -398,9 +408,9 @@ class _Unit:
                 entry = wave.pending.get(register)
                 if entry is None:
                     continue
-                ready, matrix, why = entry
-                if matrix and cost.mfma and register in cost.chained:
-                    ready -= hw.SLOT * hw.MFMA_RESULT_SLOTS
+                ready, early, why = entry
+                if cost.mfma and register in cost.chained:
+                    ready = early
                 if ready > time:
                     time, cause = ready, why
         if cost.kind == "wait":
@@ -447,7 +457,7 @@ class _Unit:
         elif cost.kind == "wait":
             self._retire(wave, cost)
         if cost.latency:
-            entry = (time + cost.latency, bool(cost.mfma), cost.cause)
+            entry = (time + cost.latency, time + (cost.mfma or cost.latency), cost.cause)
             wave.pending.update(dict.fromkeys(cost.writes, entry))
 
     def _retire(self, wave: _Wave, cost: Cost) -> None:

@@ -11,14 +11,20 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_base.alignment import ROW_BYTES, aligned, aligned_cache
-from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, format_signature
 
-# Declared by the kernels of the three operators with a paged cache. Caches may be fp8; queries may not.
-PAGED_SIGNATURES = frozenset(
-    format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
-    for q in (torch.bfloat16, torch.float16)
-    for cache in (q, torch.float8_e4m3fn)
-)
+
+def paged_signatures(fp8: torch.dtype) -> frozenset[FormatSignature]:
+    """Returns the formats of the operators with a paged cache. Caches may have the dtype ``fp8``; queries may not."""
+    return frozenset(
+        format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
+        for q in (torch.bfloat16, torch.float16)
+        for cache in (q, fp8)
+    )
+
+
+# Declared by the kernels of the three operators with a paged cache.
+PAGED_SIGNATURES = paged_signatures(torch.float8_e4m3fn)
 # Operands that are expensive to copy: an unaligned cache would be copied whole.
 CACHES = ("k_cache", "v_cache")
 PAGED_TRAITS = {

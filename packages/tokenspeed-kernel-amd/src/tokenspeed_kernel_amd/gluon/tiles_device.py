@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3
 
 from tokenspeed_kernel_amd.gluon.mask_device import Visible
+from tokenspeed_kernel_amd.gluon.softmax_device import LN_2, LOG2_E, normalise
 
 
 @gluon.aggregate
@@ -95,3 +96,25 @@ def store_rows(out, rows, tile, first, token_stride, head_stride):
     else:
         at = gl.arange(0, rows.shape[1], gl.SliceLayout(0, rows.type.layout))
         cdna3.buffer_store(rows.to(out.dtype.element_ty), out, offsets[:, None] + at[None, :], mask=inside[:, None])
+
+
+@gluon.jit
+def scaled(x, scale, kv_head, head_stride):
+    """Returns x times the K or V scale of one KV head; x itself if ``scale`` is None."""
+    if scale is not None:
+        x *= gl.load(scale + kv_head * head_stride)
+    return x
+
+
+@gluon.jit
+def store_output(operands, shape, strides, variant, tile, state):
+    """Normalises a tile's rows, sinks included, and writes the output and the LSE."""
+    heads: gl.constexpr = shape.kv_heads * shape.gqa_ratio
+    sink = None
+    if variant.sinks:
+        head = tile.kv_head * shape.gqa_ratio + rows_of(tile, state.acc.type.layout) % shape.gqa_ratio
+        sink = gl.load(operands.sinks + head).to(gl.float32) * LOG2_E
+    result, log_sum = normalise(state, sink)
+    store_rows(operands.out, result, tile, tile.first_query, strides.out_token, strides.out_head)
+    if variant.lse:
+        store_rows(operands.lse, log_sum * LN_2, tile, tile.first_query, heads, 1)

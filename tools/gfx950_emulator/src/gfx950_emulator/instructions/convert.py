@@ -100,7 +100,7 @@ def _pack16(site: Site) -> Bound:
 
 # fp8, bf8, fp6, bf6, fp4, with and without scales: reading the sources, converting them, and placing the results.
 
-_NARROW = {"fp8": FP8, "bf8": BF8, "fp6": FP6, "bf6": BF6, "fp4": FP4}
+_NARROW = {"fp8": FP8, "bf8": BF8, "fp6": FP6, "bf6": BF6, "fp4": FP4}  # the formats of instructions with scales
 _WIDE = ("f32", "f16", "bf16")
 
 
@@ -203,13 +203,13 @@ def _pack8(site: Site) -> Bound:
     """Converts two float32 to two 8-bit values in one half of the destination."""
     _, first, second = site.operands
     a, b = (_numbers(site, operand, "f32", True) for operand in (first, second))
-    return _narrow(site, _NARROW[site.mnemonic.split("_")[3]], lambda g: [*a(g), *b(g)], None, None)
+    return _narrow(site, site.architecture.formats[site.mnemonic.split("_")[3]], lambda g: [*a(g), *b(g)], None, None)
 
 
 @binder("v_cvt_sr_fp8_f32", "v_cvt_sr_bf8_f32", "v_cvt_sr_f16_f32", "v_cvt_sr_bf16_f32")
 def _round_stochastically(site: Site) -> Bound:
     """Rounds one float32 stochastically with the random bits of S1, to a byte or half of the destination."""
-    form = {**_NARROW, "f16": formats.F16, "bf16": BF16}[site.mnemonic.split("_")[3]]
+    form = {**site.architecture.formats, "f16": formats.F16, "bf16": BF16}[site.mnemonic.split("_")[3]]
     _, value, random = site.operands
     return _narrow(site, form, _numbers(site, value, "f32", True), getter(site, random, U32), None)
 
@@ -269,7 +269,7 @@ def _widen(site: Site) -> Bound:
     """Converts one byte, or the two bytes of one register half, to float32. SDWA selects the byte or the half."""
     if site.encoding.endswith("dpp"):
         raise site.unknown(f"DPP of {site.mnemonic} is not implemented")
-    form = _NARROW[site.mnemonic.split("_")[-1]]
+    form = site.architecture.formats[site.mnemonic.split("_")[-1]]
     destination, source = site.operands
     pair = "_pk_" in site.mnemonic
     select = str(site.take("src0_sel", "DWORD"))

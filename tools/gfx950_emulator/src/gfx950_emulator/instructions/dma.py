@@ -15,7 +15,7 @@ from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.constants import M0, WAVE
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.vector_memory import TO_LDS, Shape, buffer_address, extend, fetch, global_address, per_lane
-from gfx950_emulator.local_memory import LIMIT, LocalMemory
+from gfx950_emulator.local_memory import LocalMemory
 from gfx950_emulator.memory import Fault
 from gfx950_emulator.operands import SCALAR_BASE
 from gfx950_emulator.outstanding import Deferred
@@ -42,6 +42,9 @@ def _global_to_lds(site: Site) -> Bound:
 
 def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
     immediate = int(site.instruction.modifiers.get("offset", 0))  # added to the global address and to the LDS address
+    if shape.size > site.architecture.widest_direct_load:
+        raise site.unknown(f"{site.architecture.name} has no direct loads to LDS of {shape.size} bytes a lane")
+    limit = site.architecture.device.lds_bytes
     step = max(4, shape.size)  # a byte or a short occupies a dword of LDS
 
     def run(g: Group) -> None:
@@ -52,7 +55,7 @@ def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
         inside = offsets + step <= local.size
         if not inside.all():
             if local.shadow is not None:
-                _check_switched_off(local, np.broadcast_to(first, len(columns))[~inside], step)
+                _check_switched_off(local, limit, np.broadcast_to(first, len(columns))[~inside], step)
             columns, offsets = columns[inside], offsets[inside]
         if not len(columns):
             g.queue.issue_vector(g, bound)
@@ -74,11 +77,11 @@ def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
     return bound
 
 
-def _check_switched_off(local: LocalMemory, first: np.ndarray, size: int) -> None:
+def _check_switched_off(local: LocalMemory, limit: int, first: np.ndarray, size: int) -> None:
     """Reports writes beyond the LDS allocation, which hardware drops. An M0 beyond any LDS size is not reported, because compilers
     use it to disable a wave's loads.
     """
-    meant = first >= LIMIT
+    meant = first >= limit
     if not meant.all():
         at = int(first[~meant][0])
         raise Fault(

@@ -14,7 +14,7 @@ from gfx950_emulator.vector import U32, getter
 def _bind(site: Site) -> Bound:
     """D = A x B + C for every wave. The hardware ignores EXEC: inactive lanes take part, and their registers are written."""
     try:
-        operation = mfma.bind_mfma(site.instruction.mnemonic, dict(site.modifiers))
+        operation = mfma.bind_mfma(site.instruction.mnemonic, dict(site.modifiers), site.architecture)
     except ValueError as error:
         raise site.unknown(str(error)) from None
     site.modifiers.clear()

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
+from tokenspeed_kernel_amd.gluon.architecture import Architecture
 from tokenspeed_kernel_amd.gluon.call import CACHES, PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called, lengths_at_once
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 
-device = DeviceModule(__name__ + "_device")
+device = DeviceModule("tokenspeed_kernel_amd.gluon.decode_device")
+GFX950 = Architecture(paged=DeviceModule("tokenspeed_kernel_amd.gfx950.attention.paged_device"))
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def tile_of_rows(call: Call, rows: int) -> TileShape:
     return TileShape(16 if rows <= 16 else 32, 64 if call.fp8 else 32, 1)
 
 
-def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
+def attend_split_kv(call: Call, tile: TileShape, q_len: int, architecture: Architecture = GFX950) -> None:
     """Launches split-KV attention for sequences with 1 to q_len new tokens.
 
     Other sequences are skipped. If ``call.cu_seqlens_q`` is None, there are no other sequences. ``tile.stages`` is ignored and
@@ -228,8 +230,9 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
         results=call.q.new_empty((parts, shape.v_head_dim), dtype=torch.float32),
     )
     device.decode_kernel[(kv_heads * splits * tiles,)](
-        call.operands(), partial, shape, strides, variant, tile._replace(stages=stages), plan, num_warps=tile.num_warps
-    )
+        call.operands(), partial, shape, strides, variant, tile._replace(stages=stages), plan, architecture.paged.attend,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
     if has_splits:
         merge = Merge(
             heads=heads,

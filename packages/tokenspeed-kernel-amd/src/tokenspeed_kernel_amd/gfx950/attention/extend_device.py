@@ -5,9 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenspeed_kernel_amd.gfx950.attention.paged_device import attend, store_output
+from tokenspeed_kernel_amd.gfx950.attention.paged_device import attend
 from tokenspeed_kernel_amd.gluon.layouts_device import everywhere_layout
-from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens
+from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens, store_output
 
 
 @gluon.jit

@@ -9,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
-from tokenspeed_kernel_amd.gfx950.attention.decode_device import find_split, visible_keys
 from tokenspeed_kernel_amd.gfx950.common.layouts_device import latent_layouts
 from tokenspeed_kernel_amd.gfx950.common.mma_device import load_keys
 from tokenspeed_kernel_amd.gfx950.common.paging_device import (
@@ -23,6 +22,7 @@ from tokenspeed_kernel_amd.gfx950.common.paging_device import (
 from tokenspeed_kernel_amd.gfx950.common.planes_device import leading_bits, row_factors, scale_rows
 from tokenspeed_kernel_amd.gfx950.common.split_device import last_to_arrive
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
+from tokenspeed_kernel_amd.gluon.decode_device import find_split, visible_keys
 from tokenspeed_kernel_amd.gluon.mask_device import hide_unseen
 from tokenspeed_kernel_amd.gluon.softmax_device import (
     LN_2,

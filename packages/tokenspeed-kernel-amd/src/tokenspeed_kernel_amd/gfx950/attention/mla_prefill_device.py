@@ -7,11 +7,11 @@ from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.attention.extend_device import find_tile, visible_range
-from tokenspeed_kernel_amd.gfx950.attention.prefill_device import Rows, allocate_rows
 from tokenspeed_kernel_amd.gfx950.common.layouts_device import attention_layouts
 from tokenspeed_kernel_amd.gfx950.common.mma_device import load_keys, load_values, pv_mma, qk_mma
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
 from tokenspeed_kernel_amd.gluon.mask_device import hide_outside_band
+from tokenspeed_kernel_amd.gluon.prefill_device import Rows, allocate_rows
 from tokenspeed_kernel_amd.gluon.softmax_device import (
     LN_2,
     Scaling,

@@ -30,18 +30,15 @@ from tokenspeed_kernel_amd.gfx950.common.planes_device import as_planes, dot_pro
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
 from tokenspeed_kernel_amd.gluon.mask_device import hide_unseen
 from tokenspeed_kernel_amd.gluon.softmax_device import (
-    LN_2,
-    LOG2_E,
     Scaling,
     SoftmaxState,
     cap_scores,
     initial_state,
-    normalise,
     nothing_seen,
     softmax_step,
     summed,
 )
-from tokenspeed_kernel_amd.gluon.tiles_device import load_queries, rows_of, store_rows, visible_positions
+from tokenspeed_kernel_amd.gluon.tiles_device import load_queries, scaled, visible_positions
 
 
 @gluon.jit
@@ -174,25 +171,3 @@ def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_
         page = find_pages(cache, first, ahead, cache.values)
     copy_block(cache, cache.values, buffer, page, ahead, True)
     return SoftmaxState(acc, state.row_max, state.row_sum)
-
-
-@gluon.jit
-def scaled(x, scale, kv_head, head_stride):
-    """Returns x times the K or V scale of one KV head; x itself if ``scale`` is None."""
-    if scale is not None:
-        x *= gl.load(scale + kv_head * head_stride)
-    return x
-
-
-@gluon.jit
-def store_output(operands, shape, strides, variant, tile, state):
-    """Normalises a tile's rows, sinks included, and writes the output and the LSE."""
-    heads: gl.constexpr = shape.kv_heads * shape.gqa_ratio
-    sink = None
-    if variant.sinks:
-        head = tile.kv_head * shape.gqa_ratio + rows_of(tile, state.acc.type.layout) % shape.gqa_ratio
-        sink = gl.load(operands.sinks + head).to(gl.float32) * LOG2_E
-    result, log_sum = normalise(state, sink)
-    store_rows(operands.out, result, tile, tile.first_query, strides.out_token, strides.out_head)
-    if variant.lse:
-        store_rows(operands.lse, log_sum * LN_2, tile, tile.first_query, heads, 1)

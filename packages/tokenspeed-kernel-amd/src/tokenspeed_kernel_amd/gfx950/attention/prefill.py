@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,20 +140,23 @@ class TileShape(NamedTuple):
     cus: int
 
 
+TRAITS = {
+    "head_dim": {64, 128},
+    "v_head_dim": {64, 128},
+    "logit_cap": any,
+    "return_lse": any,
+    "sliding_window": any,
+    "sinks": any,
+}
+
+
 @register_kernel(
     "attention",
     "mha_prefill",
     solution="gluon",
     capability=GLUON_CDNA4,
     signatures=format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16}),
-    traits={
-        "head_dim": {64, 128},
-        "v_head_dim": {64, 128},
-        "logit_cap": any,
-        "return_lse": any,
-        "sliding_window": any,
-        "sinks": any,
-    },
+    traits=TRAITS,
     priority=Priority.SPECIALIZED,
     tags={"determinism"},
 )
@@ -171,6 +174,27 @@ def mha_prefill(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Implements the operator `tokenspeed_kernel_amd.mha_prefill`, which checks the arguments first. Does not synchronise with the
     device."""
+    config = _config(q.shape[2], v.shape[2])
+    return launch_prefill(
+        device.mha_prefill_gfx950, config, q, k, v, cu_seqlens, window_left, logit_cap, sinks, return_lse, softmax_scale, out
+    )
+
+
+def launch_prefill(
+    kernel: Any,
+    config: Config,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    softmax_scale: float | None,
+    out: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Launches the kernel of an architecture. The other arguments and the result are those of the operator."""
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[2]
     result = rows_to_write(out, q, tokens, heads, v_head_dim)
@@ -182,13 +206,12 @@ def mha_prefill(
     q, k, v, cu_seqlens = aligned(q), aligned(k), aligned(v), cu_seqlens.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
     scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
-    config = _config(head_dim, v_head_dim)
     xcds = math.gcd(heads, _XCDS)
     # An upper bound of the number of tiles per XCD: every sequence's last tile may be partly empty.
     most = (tokens // config.block_m + min(batch, tokens)) * (heads // xcds)
     cus = max(current_compute_units() // xcds, 1)
     each = min(4 * config.waves_per_simd // config.warps, -(-most // cus))  # workgroups per CU
-    device.mha_prefill_gfx950[(xcds * min(most, cus) * each,)](
+    kernel[(xcds * min(most, cus) * each,)](
         Operands(q, k, v, result, lse, sinks, cu_seqlens),
         batch,
         Strides(*(stride // _VECTOR for each in (q, k, v) for stride in each.stride()[:2]), *result.stride()[:2]),

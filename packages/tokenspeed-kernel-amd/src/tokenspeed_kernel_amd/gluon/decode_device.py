@@ -1,16 +1,16 @@
-"""Device code of decode: attention to one split of a sequence's keys, and the split-KV merge. ``decode`` explains the splits."""
+"""Device code of decode: attention to one split of a sequence's keys, and the split-KV merge. ``gfx950.attention.decode`` explains
+the splits. The architecture provides the attention of a tile to a range of keys, as an argument of `decode_kernel`."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna3
 from triton.language.extra.hip import libdevice
 
-from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
-from tokenspeed_kernel_amd.gfx950.attention.paged_device import attend, store_output
 from tokenspeed_kernel_amd.gluon.layouts_device import everywhere_layout
 from tokenspeed_kernel_amd.gluon.softmax_device import LN_2, LOG2_E, LOWEST, add, larger, normalise
-from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens, store_rows
+from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens, store_output, store_rows
 
 
 @gluon.jit
@@ -130,6 +130,7 @@ def decode_kernel(
     variant: gl.constexpr,
     tile_shape: gl.constexpr,
     plan: gl.constexpr,
+    attend: gl.constexpr,
 ):
     """Computes attention of a tile of query rows to the keys of one split, for one KV head. Workgroups are numbered by tile, split
     and KV head. The KV head varies fastest, the tile slowest.
@@ -139,6 +140,8 @@ def decode_kernel(
     Args:
         operands, shape, strides, variant, tile_shape: the call's tensors, sizes, strides, options and tile, see `gluon.call`.
         partial, plan: the tensors of partial results, and the division of sequences into splits, see `gfx950.attention.decode`.
+        attend: the architecture's function that computes attention of a tile to a range of positions, for example
+            `gfx950.attention.paged_device.attend`.
     """
     block_n: gl.constexpr = tile_shape.block_n
     rows: gl.constexpr = plan.q_len * shape.gqa_ratio
@@ -248,7 +251,7 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
         # avoids NaN.
         acc = acc * libdevice.fast_dividef(shrink, larger(row_sum, 1.0))
         token = (first_query + query).to(gl.int64)
-        isa.buffer_store(acc.to(out.dtype.element_ty), out + token * merge.out_token + head * merge.out_head, at)
+        cdna3.buffer_store(acc.to(out.dtype.element_ty), out + token * merge.out_token + head * merge.out_head, at)
         if merge.lse:
             log_sum = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN_2, float("-inf"))
             gl.store(lse + token * merge.heads + head, log_sum)
