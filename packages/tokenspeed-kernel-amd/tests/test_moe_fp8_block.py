@@ -161,6 +161,17 @@ def test_few_tokens_are_as_exact_as_the_portable_kernel(
     assert torch.equal(few.moe_apply_few(x, layer.prepared, weights, ids, layer.plan), got)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_few_tokens_of_a_hidden_size_like_deepseek(gfx950: torch.device, tokens: int) -> None:
+    """Two launches compute unquantised activations with top-8 routing, although 8 encoded rows of the hidden size do not fit into
+    LDS: the gate/up GEMM encodes 4 at once."""
+    layer = layer_of(gfx950, 8, 8, 7136, 32)
+    x, weights, ids = layer.tokens(tokens)
+    assert few.few_enough(tokens, layer.plan, layer.prepared)
+    check(layer, few.moe_apply_few(x, layer.prepared, weights, ids, layer.plan), x, weights, ids)
+
+
 def check(layer: RandomLayer, got: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> None:
     """Asserts that the error is at most 1.2 times the portable kernel's error. With static scales, which the portable kernel does
     not have, activations are rounded once, and the limit is 4e-3."""

@@ -85,11 +85,14 @@ def few_enough(tokens: int, plan: MoEPlan, weights: MoEWeights) -> bool:
     """Returns whether `moe_apply_few` supports a call with this many tokens."""
     k = max(plan.hidden_size, plan.intermediate_size)
     encoding = encoding_of(plan)
+    # Encoded rows in LDS: in the gate/up GEMM those of some pairs of an expert, in the down projection those of a token's slots.
+    rows = _PAIRS_AT_ONCE * encoding.row_bytes(_block(plan.hidden_size))
+    rows = max(rows, power_of_two(plan.top_k) * encoding.row_bytes(_block(plan.intermediate_size)))
     return (
         plan.top_k <= MAX_TOP_K
         and tokens * plan.top_k <= _MAX_PAIRS
         and _block(k) <= _MAX_K[plan.weight_format]
-        and max(_PAIRS_AT_ONCE, power_of_two(plan.top_k)) * encoding.planes * encoding.row_bytes(_block(k)) * 17 // 16 <= _LDS_BYTES
+        and encoding.planes * rows * 17 // 16 <= _LDS_BYTES
         and weights.w2_weight.numel() < 2**31
     )
 
