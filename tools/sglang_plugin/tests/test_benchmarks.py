@@ -126,7 +126,8 @@ def test_the_time_of_a_step() -> None:
 
 
 class FakeEngine:
-    """Generates the token 7. Requests that are aborted fail; with ``broken``, requests of 70 tokens get one token too few."""
+    """Generates the token 7. Requests that are aborted fail, or end without a number of cached tokens, as in SGLang if they had not
+    begun. With ``broken``, requests of 70 tokens get one token too few."""
 
     def __init__(self, broken: bool) -> None:
         self.broken, self.loop, self.tokenizer_manager = broken, asyncio.new_event_loop(), self
@@ -138,9 +139,24 @@ class FakeEngine:
     async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], rid: str) -> dict[str, Any]:
         await asyncio.sleep(0.05)
         if rid in self.aborted:
+            if len(self.aborted) % 2:
+                return {"output_ids": [], "meta_info": {"id": rid, "finish_reason": {"type": "abort"}}}
             raise ValueError("aborted")
         tokens = sampling_params["max_new_tokens"]
         return {"output_ids": [7] * (tokens - (self.broken and tokens == 70)), "meta_info": {"cached_tokens": 1}}
+
+
+def test_prompts_of_a_task_do_not_depend_on_other_tasks(tmp_path: Path) -> None:
+    """Variants run different tasks, and are compared by their results for the same prompts."""
+    found = []
+    for tasks in (["decode", "tokens"], ["tokens"]):
+        engine = sglang_engine.Engine(sglang_engine.arguments(["--name", "plugin", "--out", str(tmp_path)]))
+        seen: list[Any] = []
+        engine.generate = lambda prompts, tokens, **_: seen.append(prompts) or (1.0, [[7]])  # type: ignore[method-assign]
+        engine.measure_decode = lambda *_, **__: engine.prompts(1, 3)  # type: ignore[method-assign]
+        assert [engine.task(name) for name in tasks] == [True] * len(tasks)
+        found.append(seen)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -92,6 +92,9 @@ class PagedBackend(AttentionBackend):
         """Writes a decode batch's metadata to the buffers that captured graphs read. SGLang calls this method before a capture and
         before each replay. Does not wait for the device.
 
+        Before a replay, SGLang pads the lengths and the requests to the batch size of the graph, but not ``out_cache_loc``. Keys of
+        padding are written to slot 0, which SGLang reserves for padding in both pools.
+
         Raises:
             ValueError: the graph is for prefills or for speculative decoding. The message names the option to change.
         """
@@ -112,7 +115,8 @@ class PagedBackend(AttentionBackend):
         if self.two_pools:
             static.window_table[:batch, : table.shape[1]].copy_(window_table)
             slots = self.pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc[:batch])
-            static.window_slots[:batch].copy_(slots)  # type: ignore[index]
+            static.window_slots[: len(slots)].copy_(slots)  # type: ignore[index]
+            static.window_slots[len(slots) : batch].zero_()  # type: ignore[index]
         self.forward_metadata = Metadata(
             seq_lens=static.seq_lens[:batch],
             max_seq_len=static.max_seq_len,
