@@ -225,17 +225,21 @@ class Engine:
         )
 
     def logits(self) -> None:
-        """Stores the logits of the next tokens of prompts that run one after another."""
+        """Stores the logits of the next tokens of prompts that run one after another, and, without graphs, the last token's
+        experts.
+        """
         import torch
 
-        rows, ids = [], []
+        rows, ids, experts = [], [], []
         for prompt in (self.prompts(1, length)[0] for length in LENGTHS):
             (self.a.out / KEEP).touch()
             tokens = self.generate([prompt], STEPS_OF_LOGITS)[1][0]
             time.sleep(0.3)  # SGLang may run a step more, whose token it drops
             (self.a.out / KEEP).unlink()
             files = sorted(self.a.out.glob("logits-*.pt"))
-            made = torch.cat([torch.load(file) for file in files[:STEPS_OF_LOGITS]])
+            steps = [torch.load(file) for file in files[:STEPS_OF_LOGITS]]
+            made = torch.cat([step["logits"] for step in steps])
+            experts += [step["experts"] for step in steps if "experts" in step]
             for file in files:
                 file.unlink()
             chosen = made.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
@@ -244,6 +248,8 @@ class Engine:
             rows.append(made)
             ids.append(tokens)
         self.saved["prompts"] = {"rows": torch.stack(rows), "ids": ids}
+        if len(experts) == len(rows) * STEPS_OF_LOGITS:
+            self.saved["prompts"]["experts"] = torch.cat(experts)
         self.results.report("logits", prompts=len(rows), bad=int((~self.saved["prompts"]["rows"].isfinite()).sum()))
 
     def tokens(self) -> None:

@@ -85,6 +85,11 @@ def test_weights_are_drawn(hooked: Any) -> None:
     assert model.w2_weight_bias.std() > 0
 
 
+class Router(torch.nn.Module):
+    def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return logits, None
+
+
 def test_steps_and_logits(hooked: Any, tmp_path: Path) -> None:
     model = torch.nn.Module()
     scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model, attn_backend=object())))
@@ -96,12 +101,20 @@ def test_steps_and_logits(hooked: Any, tmp_path: Path) -> None:
     assert [line.split()[1:] for line in lines] == [["EXTEND", "2"], ["DECODE", "2"]]
     assert json.loads((tmp_path / sglang_hooks.SERVING).read_text())["attention"] == ["builtins.object"]
     logits = SimpleNamespace(next_token_logits=torch.tensor([[1.0, float("nan")]]))
+    layers = [torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"router": Router()})}) for _ in range(2)]
+    model.layers = torch.nn.ModuleList(layers)
+    runner = SimpleNamespace(model=model, model_config=SimpleNamespace(hf_config=SimpleNamespace(num_experts_per_tok=2)))
     for flag in (None, sglang_hooks.WATCH, sglang_hooks.KEEP):
         if flag:
             (tmp_path / flag).touch()
-        assert look(None, logits, None) is None
+        assert look(runner, logits, None) is None
     assert (tmp_path / sglang_hooks.BAD).read_text() == "1"
-    assert [file.name for file in tmp_path.glob("logits-*.pt")] == ["logits-00000.pt"]
+    for layer, tokens in ((0, [[9.0, 0, 0], [0, 1, 2]]), (1, [[1.0, 2, 3], [3, 1, 2]])):
+        layers[layer]["mlp"]["router"](torch.tensor(tokens))
+    look(runner, logits, None)
+    first, second = (torch.load(file) for file in sorted(tmp_path.glob("logits-*.pt")))
+    assert "experts" not in first  # a step that was replayed as a graph
+    assert second["experts"].tolist() == [[[2, 1], [0, 2]]]
 
 
 def test_hooked_functions_exist() -> None:
