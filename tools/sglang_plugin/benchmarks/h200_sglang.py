@@ -12,8 +12,8 @@ engines is done, so a run that is cut off keeps what it has measured. Its field 
 greedy tokens between SGLang's own kernels and each other variant. ``--show`` prints the rounds without a GPU.
 
 The logits of all layers do not show whether kernels are correct, because random weights make routing chaotic: two roundings of one
-model diverge as far as the engines do (``rounding_by_depth.py``). So correctness is measured with two layers, as in the last command.
-Without graphs, rows whose tokens have the same experts in both engines are compared separately.
+model diverge as far as the engines do (``rounding_by_depth.py``). So correctness is measured with two layers, as in the last
+command. Without graphs, rows whose tokens have the same experts in both engines are compared separately.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=int, nargs="+", default=list(DECODE_BARS))
     parser.add_argument("--decode", type=int, default=104, help="tokens that each request generates")
     parser.add_argument("--requests", type=int, default=1000, help="random requests of each engine")
-    parser.add_argument("--eager", action="store_true", help="no graphs; logits are then also compared by the experts of their tokens")
+    parser.add_argument("--eager", action="store_true", help="no graphs; the experts of tokens are then compared too")
     parser.add_argument("--tasks", help="of sglang_engine.py; all if left out")
     add_arguments(parser, [0])
     return parser

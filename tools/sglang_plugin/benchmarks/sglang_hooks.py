@@ -74,8 +74,8 @@ class Logits:
         self.routing: dict[int, Any] | None = None
 
     def look(self, runner: Any, logits_output: Any, *_: Any, **__: Any) -> None:
-        """Is called before SGLang draws a step's tokens. Steps whose logits are stored have one request. Without graphs, the experts
-        of the request's last token are stored too, but not those of the first step of all, before which no hook was registered.
+        """Is called before SGLang draws a step's tokens. Steps whose logits are stored have one request. Without graphs, the
+        experts of the request's last token are stored too, but not those of the first step, before which no hook was registered.
         """
         import torch
 

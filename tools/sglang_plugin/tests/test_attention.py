@@ -29,8 +29,8 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 class Pool:
-    """A KV cache of SGLang's layout. With ``shift``, layer 0 has its own slots, as in SGLang's pool of sliding windows. In both pools
-    the first page is only for padding."""
+    """A KV cache of SGLang's layout. With ``shift``, layer 0 has its own slots, as in SGLang's pool of sliding windows. In both
+    pools the first page is only for padding."""
 
     def __init__(self, page_size: int, dtype: torch.dtype, shift: int = 0) -> None:
         self.k, self.v = (torch.zeros(2, SLOTS + page_size, KV_HEADS, DIM, dtype=dtype) for _ in range(2))

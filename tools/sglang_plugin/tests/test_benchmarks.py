@@ -161,15 +161,19 @@ class FakeEngine:
 
 def test_prompts_of_a_task_do_not_depend_on_other_tasks(tmp_path: Path) -> None:
     """Variants run different tasks, and are compared by their results for the same prompts."""
-    found = []
-    for tasks in (["decode", "tokens"], ["tokens"]):
-        engine = sglang_engine.Engine(sglang_engine.arguments(["--name", "plugin", "--out", str(tmp_path)]))
-        seen: list[Any] = []
-        engine.generate = lambda prompts, tokens, **_: seen.append(prompts) or (1.0, [[7]])  # type: ignore[method-assign]
-        engine.measure_decode = lambda *_, **__: engine.prompts(1, 3)  # type: ignore[method-assign]
+
+    class Recording(sglang_engine.Engine):
+        def generate(self, prompts: list[list[int]], tokens: int, **sampling: Any) -> tuple[float, list[list[int]]]:
+            self.seen = prompts
+            return 1.0, [[7]]
+
+        def measure_decode(self, *_: Any, **__: Any) -> None:
+            self.prompts(1, 3)
+
+    engines = [Recording(sglang_engine.arguments(["--name", name, "--out", str(tmp_path)])) for name in ("sglang", "plugin")]
+    for engine, tasks in zip(engines, (["decode", "tokens"], ["tokens"]), strict=True):
         assert [engine.task(name) for name in tasks] == [True] * len(tasks)
-        found.append(seen)
-    assert found[0] == found[1]
+    assert engines[0].seen == engines[1].seen
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -222,6 +226,19 @@ def test_reports_of_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     said = capsys.readouterr().out
     assert "plugin: decode 1 2.00" in said
     assert "holds plugin decode 1: 2.00 ms (<= 2.90)" in said
+
+
+def test_the_readme_has_the_measured_times() -> None:
+    folder = Path(h200_sglang.__file__).parent
+    rows = json.loads((folder / "models" / "gpt-oss-120b.json").read_text())["rows"]
+    assert [line for line in h200_sglang.judged(rows) if "plugin-all" in line and not line.startswith("holds")] == []
+    readme = (folder.parent / "README.md").read_text().splitlines()
+    for row in rows:
+        if row["engine"] in (engines := ("sglang", "plugin", "plugin-all")) and row["figure"] in ("decode", "prefill"):
+            name = f"decode {row['batch']}" if row["figure"] == "decode" else "prefill"
+            (line,) = (line for line in readme if line.startswith(f"| {name} |"))
+            value = f"{row['ms']:.2f}" if row["figure"] == "decode" else f"{row['tokens_per_s']:,}"
+            assert line.split(" | ")[1 + engines.index(row["engine"])] == value, name
 
 
 def test_bars() -> None:

@@ -91,7 +91,9 @@ def run(
         h = rounded("norm", _norm(model, f"{name}.input_layernorm", x))
         qkv = linear(h, model.float32(f"{name}.attn.qkv_proj.weight"), model.float32(f"{name}.attn.qkv_proj.bias"))
         attended = [_attention(model, part, model.float32(f"{name}.attn.sinks"), window) for part in qkv.split(lengths)]
-        projected = linear(torch.cat(attended), model.float32(f"{name}.attn.o_proj.weight"), model.float32(f"{name}.attn.o_proj.bias"))
+        projected = linear(
+            torch.cat(attended), model.float32(f"{name}.attn.o_proj.weight"), model.float32(f"{name}.attn.o_proj.bias")
+        )
         x = rounded("residual", x + projected)
         h = rounded("norm", _norm(model, f"{name}.post_attention_layernorm", x))
         logits = linear(h, model.float32(f"{name}.mlp.router.weight"), model.float32(f"{name}.mlp.router.bias"))

@@ -19,7 +19,7 @@ import random
 
 import float32
 import torch
-from random_gpt_oss import EXPERT_SIZES, HIDDEN, VOCABULARY, config_of, draw
+from random_gpt_oss import EXPERT_SIZES, VOCABULARY, config_of, draw
 from swapped_experts import shape_of
 from torch import Tensor
 

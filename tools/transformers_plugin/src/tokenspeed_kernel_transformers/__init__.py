@@ -34,9 +34,7 @@ def register() -> None:
     ExpertsInterface.register(NAME, experts_forward)
 
 
-def enable(
-    model: Any, *, attention: bool = True, experts: bool = True, norms: bool = True, gated_mlps: bool = True
-) -> Receipt:
+def enable(model: Any, *, attention: bool = True, experts: bool = True, norms: bool = True, gated_mlps: bool = True) -> Receipt:
     """Switches the layers of a loaded model to our kernels, if kernels are eligible on the model's device. All other layers remain
     unchanged.
 

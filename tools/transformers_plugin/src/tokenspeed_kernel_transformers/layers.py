@@ -146,8 +146,8 @@ class GatedMLP(torch.nn.Module):
 
 
 def few_rows(x: Tensor) -> bool:
-    """Returns whether a call on x takes less time with PyTorch's functions than with our kernel: x has few rows and is on a GPU, and
-    no graph is captured or compiled.
+    """Returns whether a call on x takes less time with PyTorch's functions than with our kernel: x has few rows and is on a GPU,
+    and no graph is captured or compiled.
     """
     if torch.compiler.is_compiling() or not x.is_cuda or x.numel() > FEW_ROWS * x.shape[-1]:
         return False
