@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: `nox -s sglang` installs it")
 pytest.importorskip("tokenspeed_kernel_sglang", reason="needs the plugin: `nox -s sglang` installs it")
 
-from batches import CONTEXT, SLOTS, change, make_batch, runner_of, serve_all_modes
+from batches import CONTEXT, SLOTS, Padded, change, make_batch, padded, runner_of, serve_all_modes
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -200,51 +200,20 @@ def test_a_batch_replays_the_graph_of_a_larger_batch(shift: int) -> None:
     prefill = make_batch(runner, ForwardMode.EXTEND, [0, 0, 0], [20, 3, 5], [1, 3, 2])
     backend.init_forward_metadata(prefill)
     requests.step(backend, prefill)
-    backend.init_cuda_graph_state(3, 3)
+    backend.init_cuda_graph_state(5, 5)
     whole = make_batch(runner, ForwardMode.DECODE, [20, 3, 5], [1, 1, 1], [1, 3, 2])
     backend.init_forward_metadata_out_graph(whole)
     requests.step(backend, whole)
     kept = [runner.token_to_kv_pool.k[layer].clone() for layer in range(2)]
     for new in (2, 0):
         batch = make_batch(runner, ForwardMode.DECODE, [21, 4][:new], [1, 1][:new], [1, 3][:new]) if new else None
-        backend.init_forward_metadata_out_graph(padded(batch, 3))
+        backend.init_forward_metadata_out_graph(padded(batch, 5))
         if batch is not None:
-            requests.step(Padded(backend, 3), batch)
-    # Padding is written to the first page, not to the slots of the last replay.
+            requests.step(Padded(backend, 5), batch)
+    # Padding is not written to the slots of the last replay.
     last = whole.out_cache_loc[2]
     for layer, slot in ((1, last), (0, runner.token_to_kv_pool.translate_loc_from_full_to_swa(last) if shift else last)):
         assert torch.equal(runner.token_to_kv_pool.k[layer][slot], kept[layer][slot])
-
-
-def padded(batch: Any | None, size: int) -> Any:
-    """Returns what SGLang passes before a graph of ``size`` requests is replayed for a batch; None is an idle batch."""
-    real = 0 if batch is None else batch.batch_size
-    fill = torch.full((size - real,), TokenspeedBackend.get_cuda_graph_seq_len_fill_value(None))  # type: ignore[arg-type]
-    empty = torch.empty(0, dtype=torch.int64)
-    lengths = torch.cat((empty if batch is None else batch.seq_lens, fill))
-    return SimpleNamespace(
-        forward_mode=ForwardMode.DECODE,
-        batch_size=size,
-        req_pool_indices=torch.cat((empty if batch is None else batch.req_pool_indices, torch.zeros_like(fill))),
-        seq_lens=lengths,
-        seq_lens_cpu=lengths,
-        num_padding=size - real,
-        out_cache_loc=empty if batch is None else batch.out_cache_loc,
-    )
-
-
-class Padded:
-    """Runs a batch as a captured graph of ``size`` requests does: with further rows, whose keys go to slot 0."""
-
-    def __init__(self, backend: TokenspeedBackend, size: int) -> None:
-        self.backend, self.size = backend, size
-
-    def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, **options: Any) -> torch.Tensor:
-        more = self.size - batch.batch_size
-        q, k, v = (torch.cat((part, torch.ones(more, *part.shape[1:], dtype=part.dtype))) for part in (q, k, v))
-        slots = torch.cat((batch.out_cache_loc, torch.zeros(more, dtype=torch.int64)))
-        static = SimpleNamespace(**{**vars(batch), "out_cache_loc": slots})
-        return self.backend.forward_decode(q, k, v, layer, static, **options)[: batch.batch_size]
 
 
 def test_graphs_of_prefills_are_refused() -> None:
