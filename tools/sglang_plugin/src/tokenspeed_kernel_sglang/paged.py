@@ -96,8 +96,9 @@ class PagedBackend(AttentionBackend):
         """Writes a decode batch's metadata to the buffers that captured graphs read. SGLang calls this method before a capture and
         before each replay. Does not wait for the device.
 
-        Before a replay, SGLang pads the lengths and the requests to the batch size of the graph, but not ``out_cache_loc``. SGLang's
-        own buffer of slots has slot 0 for all padding, but our operators write to distinct slots. So graphs read the slots here.
+        Before a replay, SGLang pads the lengths and the requests to the batch size of the graph, but not ``out_cache_loc``.
+        SGLang's own buffer of slots has slot 0 for all padding, but our operators write to distinct slots. So graphs read the
+        slots of the metadata.
 
         Raises:
             ValueError: the graph is for prefills or for speculative decoding. The message names the option to change.
