@@ -190,8 +190,8 @@ def _served(argument: str, page: str) -> str:
 
 
 def _measured(argument: str, page: str) -> str:
-    """The measured speed of the vLLM plugin beside vLLM's own kernels, as a table."""
-    return measured_table()
+    """The measured speed of an engine's plugin beside the engine's own kernels, as a table. ``argument`` is the engine's name."""
+    return measured_table(argument)
 
 
 def _tables(argument: str, page: str) -> str:

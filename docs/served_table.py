@@ -1,6 +1,6 @@
 """Makes the tables of engines, models and their parts: who runs what, on which kernel, and how fast. `hooks.py` inserts them.
 
-    python docs/served_table.py          # prints both tables
+    python docs/served_table.py          # prints the tables
 
 The kernels are found as the plugins find them: by asking the core with a layer's sizes, for a named device.
 """
@@ -35,7 +35,8 @@ from tokenspeed_kernel_base.served_latent import LatentShape, PrefillShape
 from tokenspeed_kernel_vllm.attention.serving import LayerShape, find_serving
 from tokenspeed_kernel_vllm.mla.serving import find_latent, find_prefill
 
-RESULTS = Path(random_models.__file__).parent / "models"
+# Engine -> the folder of its measurements. The engine's own kernels are the variant of the engine's name.
+RESULTS = {engine: Path(__file__).parents[1] / f"tools/{engine}_plugin/benchmarks/models" for engine in ("vllm", "sglang")}
 DEVICES = {"H200": "h200", "MI355X": "mi355x"}
 ENGINES = ("GPT-OSS runtime", "vLLM", "SGLang", "transformers")
 Fields = Mapping[str, Any]
@@ -114,9 +115,7 @@ def _gpt_oss(fields: Fields) -> bool:
 
 
 _MIXED = "no: not implemented"
-ATTENTION = Part(
-    "attention", ("-", "`--attention-backend CUSTOM`", "`--attention-backend tokenspeed`", "`attention=True`"), attention_kernels
-)
+ATTENTION = Part("attention", ("-", "`--attention-backend CUSTOM`", "`--attention-backend tokenspeed`", "on"), attention_kernels)
 GPT_OSS_ATTENTION = Part(
     "attention",
     ("on", "`--attention-backend CUSTOM`", "`TOKENSPEED_SGLANG_ATTENTION_REPLACES`, `--attention-backend`", "on"),
@@ -124,7 +123,7 @@ GPT_OSS_ATTENTION = Part(
 )
 LATENT = Part(
     "latent attention",
-    ("-", "`TOKENSPEED_VLLM_MLA`", "`--attention-backend tokenspeed`", "`attention=True`, with expanded keys and values"),
+    ("-", "`TOKENSPEED_VLLM_MLA`", "`--attention-backend tokenspeed`", "on, with expanded keys and values"),
     latent_kernels,
 )
 EXPERTS = {
@@ -212,18 +211,22 @@ def _kernels(part: Part, fields: Fields, device: str) -> str:
             return f"refused: {str(error).splitlines()[0]}"
 
 
-def measured_table(folder: Path = RESULTS) -> str:
-    """A table of measurements in vLLM: the plugin's speed relative to vLLM's own kernels. Rows whose times differ by more than 10%
-    are left out, and so are rows measured while another engine started, unless all their times agree within 1%.
+def measured_table(engine: str, folder: Path | None = None) -> str:
+    """A table of measurements in an engine: the plugin's speed relative to the engine's own kernels. Rows whose times differ by
+    more than 10% are left out, and so are rows measured while another engine started, unless all their times agree within 1%.
+
+    Args:
+        engine: ``vllm`` or ``sglang``.
+        folder: of the measurements; by default the engine's.
     """
     labels: dict[str, None] = {}
     found: list[tuple[str, str, dict[str, float]]] = []
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted((folder or RESULTS[engine]).glob("*.json")):
         speeds = speeds_of(json.loads(file.read_text())["rows"])
-        own = speeds.get("vllm", {})
+        own = speeds.get(engine, {})
         for name, each in speeds.items():
             ratios = {label: speed / own[label] for label, speed in each.items() if label in own}
-            if name != "vllm" and ratios:
+            if name != engine and ratios:
                 labels |= dict.fromkeys(ratios)
                 found.append((file.stem, name, ratios))
     if not found:
@@ -252,4 +255,4 @@ def speeds_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    print(served_table(), measured_table(), sep="\n\n")
+    print(served_table(), *map(measured_table, RESULTS), sep="\n\n")

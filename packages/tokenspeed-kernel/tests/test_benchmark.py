@@ -31,6 +31,7 @@ from tokenspeed_kernel.workbench.benchmark import (
     Share,
     Timing,
     appended,
+    as_text,
     bench,
     bench_case,
     bench_kernel,
@@ -52,6 +53,14 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 
 COMMITTED = Path(__file__).parents[1] / "benchmarks" / "h200.json"
+
+# -- text ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_that_are_numbers_are_strings_in_a_file() -> None:
+    report = {"compared": {0.5: {1: 2}}, "rows": [{0.25: 3}]}
+    assert json.loads(as_text(report)) == {"compared": {"0.5": {"1": 2}}, "rows": [{"0.25": 3}]}
+
 
 # -- timing -------------------------------------------------------------------------------------------------------------------
 

@@ -254,7 +254,7 @@ def test_engines_parts_name_kernels_and_switches(monkeypatch: pytest.MonkeyPatch
 def test_a_plugins_speed_is_relative_to_the_engines_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     served = importlib.import_module("served_table")
-    assert served.measured_table(tmp_path) == "Nothing has been measured with these models yet."
+    assert served.measured_table("vllm", tmp_path) == "Nothing has been measured with these models yet."
 
     def rows(engine: str, ms: float, rate: float, **more: Any) -> list[dict[str, Any]]:
         return [
@@ -266,9 +266,12 @@ def test_a_plugins_speed_is_relative_to_the_engines_own(monkeypatch: pytest.Monk
     report["rows"] += rows("plugin-experts", 2.0, 1, engines_starting=1, all_ms=[2.0, 2.0, 2.1])
     report["rows"] += rows("plugin-mla", 5.0, 80, engines_starting=1, all_ms=[5.0, 5.01, 5.02])
     (tmp_path / "llama.json").write_text(json.dumps(report))
-    assert served.measured_table(tmp_path).splitlines()[0] == "| model | variant | decode 1 | prefill | geometric mean |"
+    assert served.measured_table("vllm", tmp_path).splitlines()[0] == "| model | variant | decode 1 | prefill | geometric mean |"
     expected = ["| llama | `plugin` | 2.00 | 0.50 | 1.00 |", "| llama | `plugin-mla` | 0.80 | 0.80 | 0.80 |"]
-    assert served.measured_table(tmp_path).splitlines()[2:] == expected
+    assert served.measured_table("vllm", tmp_path).splitlines()[2:] == expected
+    assert marks("measured") == sorted(served.RESULTS)
+    for engine in served.RESULTS:
+        assert re.search(r"^\|---.*\n\| gpt-oss", served.measured_table(engine), re.MULTILINE), engine
 
 
 def test_the_configuration_file_has_every_key(tmp_path: Path) -> None:

@@ -3,11 +3,17 @@
     python tools/sglang_plugin/benchmarks/h200_sglang.py --folder tools/sglang_plugin/benchmarks/models --gpus 0 1 2 3
     python tools/sglang_plugin/benchmarks/h200_sglang.py --folder results --gpus 0 --rounds 0 --cases gpt-oss-20b
     python tools/sglang_plugin/benchmarks/h200_sglang.py --folder results --show
+    python tools/sglang_plugin/benchmarks/h200_sglang.py --folder correct --layers 2 --eager --tasks describe,logits,tokens \
+        --gpus 0 1 2 3 --engines gpt-oss-120b:{sglang,plugin,plugin-all,sglang-triton}
 
 Each variant is an engine in its own process (``sglang_engine.py``). Each GPU has its own engines and CPU cores. Engines on one GPU
 start side by side, and are then measured one after another. Each model's file in ``--folder`` is written whenever one of its
 engines is done, so a run that is cut off keeps what it has measured. Its field ``compared`` has the differences of logits and of
 greedy tokens between SGLang's own kernels and each other variant. ``--show`` prints the rounds without a GPU.
+
+The logits of all layers do not show whether kernels are correct, because random weights make routing chaotic: two roundings of one
+model diverge as far as the engines do (``rounding_by_depth.py``). So correctness is measured with two layers, as in the last
+command. Without graphs, rows whose tokens have the same experts in both engines are compared separately.
 """
 
 from __future__ import annotations
@@ -107,6 +113,8 @@ class SglangLease(Lease):
             words += ["--layers", str(given.layers)]
         if given.tasks:
             words += ["--tasks", given.tasks]
+        if given.eager:
+            words += ["--set", "disable_cuda_graph=true"]
         variables = {"PYTHONPATH": self.path, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **VARIANTS[variant].variables}
         return RunningEngine(variant, HERE / "sglang_engine.py", words, out, variables)
 
@@ -180,6 +188,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=int, nargs="+", default=list(DECODE_BARS))
     parser.add_argument("--decode", type=int, default=104, help="tokens that each request generates")
     parser.add_argument("--requests", type=int, default=1000, help="random requests of each engine")
+    parser.add_argument("--eager", action="store_true", help="no graphs; the experts of tokens are then compared too")
     parser.add_argument("--tasks", help="of sglang_engine.py; all if left out")
     add_arguments(parser, [0])
     return parser

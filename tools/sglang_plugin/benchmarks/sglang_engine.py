@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,22 @@ class Engine:
             raise RuntimeError(f"asked for {tokens} tokens, got {[len(row) for row in ids]}")
         return seconds, ids
 
+    def task(self, name: str) -> bool:
+        """Runs a task by its name. Returns whether it succeeded. Each task has its own random prompts, which do not depend on the
+        tasks before it: engines that run different tasks are compared by their results for the same prompts.
+        """
+        tasks: dict[str, Callable[[], None]] = {
+            "describe": self.describe,
+            "decode": self.decode,
+            "prefill": self.prefill,
+            "sampled": self.sampled,
+            "logits": self.logits,
+            "tokens": self.tokens,
+            "random": self.requests,
+        }
+        self.random.seed(name)
+        return run_task(self.results, name, tasks[name])
+
     # -- tasks ---------------------------------------------------------------------------------------------------------------------
 
     def describe(self) -> None:
@@ -209,17 +225,21 @@ class Engine:
         )
 
     def logits(self) -> None:
-        """Stores the logits of the next tokens of prompts that run one after another."""
+        """Stores the logits of the next tokens of prompts that run one after another, and, without graphs, the last token's
+        experts.
+        """
         import torch
 
-        rows, ids = [], []
+        rows, ids, experts = [], [], []
         for prompt in (self.prompts(1, length)[0] for length in LENGTHS):
             (self.a.out / KEEP).touch()
             tokens = self.generate([prompt], STEPS_OF_LOGITS)[1][0]
             time.sleep(0.3)  # SGLang may run a step more, whose token it drops
             (self.a.out / KEEP).unlink()
             files = sorted(self.a.out.glob("logits-*.pt"))
-            made = torch.cat([torch.load(file) for file in files[:STEPS_OF_LOGITS]])
+            steps = [torch.load(file) for file in files[:STEPS_OF_LOGITS]]
+            made = torch.cat([step["logits"] for step in steps])
+            experts += [step["experts"] for step in steps if "experts" in step]
             for file in files:
                 file.unlink()
             chosen = made.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
@@ -228,6 +248,8 @@ class Engine:
             rows.append(made)
             ids.append(tokens)
         self.saved["prompts"] = {"rows": torch.stack(rows), "ids": ids}
+        if len(experts) == len(rows) * STEPS_OF_LOGITS:
+            self.saved["prompts"]["experts"] = torch.cat(experts)
         self.results.report("logits", prompts=len(rows), bad=int((~self.saved["prompts"]["rows"].isfinite()).sum()))
 
     def tokens(self) -> None:
@@ -274,7 +296,7 @@ class Engine:
         # An aborted request may end with an error.
         made = await asyncio.gather(*running.values(), return_exceptions=True)
         return {
-            name: ([], 0) if isinstance(output, BaseException) else (output["output_ids"], output["meta_info"]["cached_tokens"])
+            name: ([], 0) if isinstance(output, BaseException) else tokens_of(output)
             for name, output in zip(running, made, strict=True)
         }
 
@@ -295,6 +317,13 @@ class Engine:
 def _id(request: Request) -> str:
     # SGLang aborts all requests whose id starts with the given one.
     return f"{request.name}-"
+
+
+def tokens_of(output: Mapping[str, Any]) -> tuple[list[int], int]:
+    """Returns the generated tokens of a request and its number of cached tokens. A request that is aborted before it begins has
+    neither.
+    """
+    return list(output.get("output_ids") or []), output["meta_info"].get("cached_tokens", 0)
 
 
 def step_time(lines: Sequence[str], batch: int, short: int) -> tuple[float, int]:
@@ -319,15 +348,6 @@ def main(words: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     os.environ[OUT] = str(a.out.resolve())
     engine = Engine(a)
-    tasks: dict[str, Callable[[], None]] = {
-        "describe": engine.describe,
-        "decode": engine.decode,
-        "prefill": engine.prefill,
-        "sampled": engine.sampled,
-        "logits": engine.logits,
-        "tokens": engine.tokens,
-        "random": engine.requests,
-    }
     if not run_task(engine.results, "start", engine.start):
         return 1
     if a.dry:
@@ -336,7 +356,7 @@ def main(words: Sequence[str] | None = None) -> int:
     wait(a.wait_file, a.wait_seconds)
     failed = 0
     for name in a.tasks.split(","):
-        failed += not run_task(engine.results, name, tasks[name])
+        failed += not engine.task(name)
         engine.save()
     engine.results.report("end")
     return failed

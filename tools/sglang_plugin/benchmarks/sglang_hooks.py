@@ -6,6 +6,7 @@ names; without this variable, nothing is registered.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -69,19 +70,49 @@ class Logits:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number, self.bad = folder, 0, 0
+        # For each layer, the router's logits of the last step. Graphs call no hooks.
+        self.routing: dict[int, Any] | None = None
 
     def look(self, runner: Any, logits_output: Any, *_: Any, **__: Any) -> None:
-        """Is called before SGLang draws a step's tokens."""
+        """Is called before SGLang draws a step's tokens. Steps whose logits are stored have one request. Without graphs, the
+        experts of the request's last token are stored too, but not those of the first step, before which no hook was registered.
+        """
         import torch
 
+        if self.routing is None:
+            self.watch_routers(runner.model)
         if (self.folder / KEEP).exists():
             part = self.folder / "logits.part"
-            torch.save(logits_output.next_token_logits.detach().cpu(), part)
+            torch.save({"logits": logits_output.next_token_logits.detach().cpu(), **self.experts(runner)}, part)
             part.rename(self.folder / f"logits-{self.number:05}.pt")
             self.number += 1
         elif (self.folder / WATCH).exists():
             self.bad += int((~logits_output.next_token_logits.isfinite()).sum())
             (self.folder / BAD).write_text(str(self.bad))
+
+    def watch_routers(self, model: Any) -> None:
+        """Keeps the logits of the model's routers."""
+        self.routing = {}
+        routers = [module for name, module in model.named_modules() if name.endswith(".mlp.router")]
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(functools.partial(self.see, self.routing, layer))
+
+    @staticmethod
+    def see(routing: dict[int, Any], layer: int, module: Any, given: Any, made: Any) -> None:
+        """Is called after a router. ``made`` is its logits ``[tokens, experts]`` and its bias."""
+        routing[layer] = made[0][-1:].detach().clone()
+
+    def experts(self, runner: Any) -> dict[str, Any]:
+        """Returns the experts of the last token, ``[1, layers, top_k]``, if all routers were seen."""
+        import torch
+
+        best = import_module("float32").best
+        if not self.routing:
+            return {}
+        top_k = runner.model_config.hf_config.num_experts_per_tok
+        every = [best(logits, top_k) for _, logits in sorted(self.routing.items())]
+        self.routing.clear()
+        return {"experts": torch.stack(every, 1).cpu()}
 
 
 def serving(runner: Any) -> dict[str, Any]:

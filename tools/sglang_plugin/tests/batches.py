@@ -48,6 +48,37 @@ def make_batch(runner: Any, mode: ForwardMode, prefix: list[int], new: list[int]
     )
 
 
+def padded(batch: Any | None, size: int) -> Any:
+    """Returns what SGLang passes before a graph of ``size`` requests is replayed for a batch; None is an idle batch."""
+    real = 0 if batch is None else batch.batch_size
+    fill = torch.ones(size - real, dtype=torch.int64)
+    empty = torch.empty(0, dtype=torch.int64)
+    lengths = torch.cat((empty if batch is None else batch.seq_lens, fill))
+    return SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=size,
+        req_pool_indices=torch.cat((empty if batch is None else batch.req_pool_indices, torch.zeros_like(fill))),
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        num_padding=size - real,
+        out_cache_loc=empty if batch is None else batch.out_cache_loc,
+    )
+
+
+class Padded:
+    """Runs a batch as a captured graph of ``size`` requests does: with further rows, whose slots are 0 in SGLang's buffer."""
+
+    def __init__(self, backend: Any, size: int) -> None:
+        self.backend, self.size = backend, size
+
+    def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, **options: Any) -> torch.Tensor:
+        more = self.size - batch.batch_size
+        q, k, v = (torch.cat((part, torch.ones(more, *part.shape[1:], dtype=part.dtype))) for part in (q, k, v))
+        slots = torch.cat((batch.out_cache_loc, torch.zeros(more, dtype=torch.int64)))
+        static = SimpleNamespace(**{**vars(batch), "out_cache_loc": slots})
+        return self.backend.forward_decode(q, k, v, layer, static, **options)[: batch.batch_size]
+
+
 def change(runner: Any, where: str, value: Any) -> None:
     """Sets an attribute of a runner. The path may go through the items of a list."""
     owner, _, name = where.rpartition(".")

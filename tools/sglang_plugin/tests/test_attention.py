@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: `nox -s sglang` installs it")
 pytest.importorskip("tokenspeed_kernel_sglang", reason="needs the plugin: `nox -s sglang` installs it")
 
-from batches import CONTEXT, SLOTS, change, make_batch, runner_of, serve_all_modes
+from batches import CONTEXT, SLOTS, Padded, change, make_batch, padded, runner_of, serve_all_modes
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -29,12 +29,15 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 class Pool:
-    """A KV cache of SGLang's layout. With ``shift``, layer 0 has its own slots, as in SGLang's pool of sliding windows."""
+    """A KV cache of SGLang's layout. With ``shift``, layer 0 has its own slots, as in SGLang's pool of sliding windows. In both
+    pools the first page is only for padding."""
 
     def __init__(self, page_size: int, dtype: torch.dtype, shift: int = 0) -> None:
         self.k, self.v = (torch.zeros(2, SLOTS + page_size, KV_HEADS, DIM, dtype=dtype) for _ in range(2))
         if shift:
-            self.translate_loc_from_full_to_swa = lambda slots: (slots + shift) % SLOTS
+            self.translate_loc_from_full_to_swa = lambda slots: torch.where(
+                slots < page_size, slots, (slots - page_size + shift) % SLOTS + page_size
+            )
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.k[layer_id]
@@ -186,6 +189,31 @@ def test_graphs_read_static_buffers(shift: int) -> None:
         # The captured graph reads the metadata of the capture.
         backend.forward_metadata = seen
         requests.step(backend, batch)
+
+
+@pytest.mark.parametrize("shift", [0, 16])
+@torch.inference_mode()
+def test_a_batch_replays_the_graph_of_a_larger_batch(shift: int) -> None:
+    """SGLang pads the lengths and the requests of a replay, but not its cache slots."""
+    runner = make_runner(shift=shift)
+    backend, requests = TokenspeedBackend(runner), Requests(runner)
+    prefill = make_batch(runner, ForwardMode.EXTEND, [0, 0, 0], [20, 3, 5], [1, 3, 2])
+    backend.init_forward_metadata(prefill)
+    requests.step(backend, prefill)
+    backend.init_cuda_graph_state(5, 5)
+    whole = make_batch(runner, ForwardMode.DECODE, [20, 3, 5], [1, 1, 1], [1, 3, 2])
+    backend.init_forward_metadata_out_graph(whole)
+    requests.step(backend, whole)
+    kept = [runner.token_to_kv_pool.k[layer].clone() for layer in range(2)]
+    for new in (2, 0):
+        batch = make_batch(runner, ForwardMode.DECODE, [21, 4][:new], [1, 1][:new], [1, 3][:new]) if new else None
+        backend.init_forward_metadata_out_graph(padded(batch, 5))
+        if batch is not None:
+            requests.step(Padded(backend, 5), batch)
+    # Padding is not written to the slots of the last replay.
+    last = whole.out_cache_loc[2]
+    for layer, slot in ((1, last), (0, runner.token_to_kv_pool.translate_loc_from_full_to_swa(last) if shift else last)):
+        assert torch.equal(runner.token_to_kv_pool.k[layer][slot], kept[layer][slot])
 
 
 def test_graphs_of_prefills_are_refused() -> None:

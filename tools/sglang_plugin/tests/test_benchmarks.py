@@ -85,6 +85,11 @@ def test_weights_are_drawn(hooked: Any) -> None:
     assert model.w2_weight_bias.std() > 0
 
 
+class Router(torch.nn.Module):
+    def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return logits, None
+
+
 def test_steps_and_logits(hooked: Any, tmp_path: Path) -> None:
     model = torch.nn.Module()
     scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model, attn_backend=object())))
@@ -96,12 +101,20 @@ def test_steps_and_logits(hooked: Any, tmp_path: Path) -> None:
     assert [line.split()[1:] for line in lines] == [["EXTEND", "2"], ["DECODE", "2"]]
     assert json.loads((tmp_path / sglang_hooks.SERVING).read_text())["attention"] == ["builtins.object"]
     logits = SimpleNamespace(next_token_logits=torch.tensor([[1.0, float("nan")]]))
+    layers = [torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"router": Router()})}) for _ in range(2)]
+    model.layers = torch.nn.ModuleList(layers)
+    runner = SimpleNamespace(model=model, model_config=SimpleNamespace(hf_config=SimpleNamespace(num_experts_per_tok=2)))
     for flag in (None, sglang_hooks.WATCH, sglang_hooks.KEEP):
         if flag:
             (tmp_path / flag).touch()
-        assert look(None, logits, None) is None
+        assert look(runner, logits, None) is None
     assert (tmp_path / sglang_hooks.BAD).read_text() == "1"
-    assert [file.name for file in tmp_path.glob("logits-*.pt")] == ["logits-00000.pt"]
+    for layer, tokens in ((0, [[9.0, 0, 0], [0, 1, 2]]), (1, [[1.0, 2, 3], [3, 1, 2]])):
+        layers[layer]["mlp"]["router"](torch.tensor(tokens))
+    look(runner, logits, None)
+    first, second = (torch.load(file) for file in sorted(tmp_path.glob("logits-*.pt")))
+    assert "experts" not in first  # a step that was replayed as a graph
+    assert second["experts"].tolist() == [[[2, 1], [0, 2]]]
 
 
 def test_hooked_functions_exist() -> None:
@@ -126,7 +139,8 @@ def test_the_time_of_a_step() -> None:
 
 
 class FakeEngine:
-    """Generates the token 7. Requests that are aborted fail; with ``broken``, requests of 70 tokens get one token too few."""
+    """Generates the token 7. Requests that are aborted fail, or end without a number of cached tokens, as in SGLang if they had not
+    begun. With ``broken``, requests of 70 tokens get one token too few."""
 
     def __init__(self, broken: bool) -> None:
         self.broken, self.loop, self.tokenizer_manager = broken, asyncio.new_event_loop(), self
@@ -138,9 +152,28 @@ class FakeEngine:
     async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], rid: str) -> dict[str, Any]:
         await asyncio.sleep(0.05)
         if rid in self.aborted:
+            if len(self.aborted) % 2:
+                return {"output_ids": [], "meta_info": {"id": rid, "finish_reason": {"type": "abort"}}}
             raise ValueError("aborted")
         tokens = sampling_params["max_new_tokens"]
         return {"output_ids": [7] * (tokens - (self.broken and tokens == 70)), "meta_info": {"cached_tokens": 1}}
+
+
+def test_prompts_of_a_task_do_not_depend_on_other_tasks(tmp_path: Path) -> None:
+    """Variants run different tasks, and are compared by their results for the same prompts."""
+
+    class Recording(sglang_engine.Engine):
+        def generate(self, prompts: list[list[int]], tokens: int, **sampling: Any) -> tuple[float, list[list[int]]]:
+            self.seen = prompts
+            return 1.0, [[7]]
+
+        def measure_decode(self, *_: Any, **__: Any) -> None:
+            self.prompts(1, 3)
+
+    engines = [Recording(sglang_engine.arguments(["--name", name, "--out", str(tmp_path)])) for name in ("sglang", "plugin")]
+    for engine, tasks in zip(engines, (["decode", "tokens"], ["tokens"]), strict=True):
+        assert [engine.task(name) for name in tasks] == [True] * len(tasks)
+    assert engines[0].seen == engines[1].seen
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -193,6 +226,19 @@ def test_reports_of_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     said = capsys.readouterr().out
     assert "plugin: decode 1 2.00" in said
     assert "holds plugin decode 1: 2.00 ms (<= 2.90)" in said
+
+
+def test_the_readme_has_the_measured_times() -> None:
+    folder = Path(h200_sglang.__file__).parent
+    rows = json.loads((folder / "models" / "gpt-oss-120b.json").read_text())["rows"]
+    assert [line for line in h200_sglang.judged(rows) if "plugin-all" in line and not line.startswith("holds")] == []
+    readme = (folder.parent / "README.md").read_text().splitlines()
+    for row in rows:
+        if row["engine"] in (engines := ("sglang", "plugin", "plugin-all")) and row["figure"] in ("decode", "prefill"):
+            name = f"decode {row['batch']}" if row["figure"] == "decode" else "prefill"
+            (line,) = (line for line in readme if line.startswith(f"| {name} |"))
+            value = f"{row['ms']:.2f}" if row["figure"] == "decode" else f"{row['tokens_per_s']:,}"
+            assert line.split(" | ")[1 + engines.index(row["engine"])] == value, name
 
 
 def test_bars() -> None:

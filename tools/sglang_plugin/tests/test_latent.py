@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang: `nox -s sglang` installs it")
 pytest.importorskip("tokenspeed_kernel_sglang", reason="needs the plugin: `nox -s sglang` installs it")
 
-from batches import CONTEXT, SLOTS, change, make_batch, runner_of, serve_all_modes
+from batches import CONTEXT, SLOTS, Padded, change, make_batch, padded, runner_of, serve_all_modes
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -118,6 +118,20 @@ class Requests:
             outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(2), v))
             begin += new
         return torch.cat(outs)
+
+
+@torch.inference_mode()
+def test_a_batch_replays_the_graph_of_a_larger_batch() -> None:
+    runner = make_runner(16, BF16)
+    backend, requests = LatentBackend(runner, "tokenspeed"), Requests(runner)
+    prefill = make_batch(runner, ForwardMode.EXTEND, [0, 0], [20, 3], [1, 3])
+    backend.init_forward_metadata(prefill)
+    requests.step(backend, prefill)
+    backend.init_cuda_graph_state(4, 4)
+    for length in (20, 21):
+        batch = make_batch(runner, ForwardMode.DECODE, [length, length - 17], [1, 1], [1, 3])
+        backend.init_forward_metadata_out_graph(padded(batch, 4))
+        requests.step(Padded(backend, 4), batch)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ pytest.importorskip("tokenspeed_kernel_transformers", reason="needs the plugin: 
 from tiny_models import CONFIGURATIONS, generate, make, padding, prompts
 
 import tokenspeed_kernel_transformers
-from tokenspeed_kernel_transformers import enable, enabling
+from tokenspeed_kernel_transformers import enable
 
 # The parts of each model that run on our kernels. Layers with a state always run transformers' own code.
 PARTS = {
@@ -47,16 +47,10 @@ def test_models(name: str, kind: str) -> None:
     assert set(model.state_dict()) == names
 
 
-@pytest.mark.parametrize(("name", "own"), [("llama", True), ("gpt_oss", False), ("gemma2", False)])
-def test_sdpa_is_the_default_on_gpus(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) -> None:
-    model = make(name)
-    assert enabling._slower(model) == ""
-    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    assert ("sdpa's decode steps" in enabling._slower(model)) == own
-    monkeypatch.undo()
-    monkeypatch.setattr(enabling, "_slower", lambda model: "it is slower")
-    assert [row.reason for row in enable(model).rows if row.part == "attention"] == ["it is slower"]
-    assert enable(model, attention=True).served("attention")
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
+def test_attention_is_on_by_default(name: str) -> None:
+    assert enable(make(name)).served("attention")
+    assert [row.reason for row in enable(make(name), attention=False).rows if row.part == "attention"] == ["it is switched off"]
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "gemma3"])

@@ -31,7 +31,7 @@ def test_generate(name: str, kind: str, cache: str) -> None:
     expected = generate(wide, ids, mask, cache).logits[:, 0]
     model, ids, mask = model.cuda(), ids.cuda(), None if mask is None else mask.cuda()
     own = generate(model, ids, mask, cache).logits[:, 0].float().cpu()
-    receipt = enable(model, attention=True)
+    receipt = enable(model)
     assert receipt.served("attention"), str(receipt)
     assert "reference" not in str(receipt)
     got = generate(model, ids, mask, cache).logits
@@ -46,7 +46,7 @@ def test_fp32_decode_steps(name: str, kind: str) -> None:
     model, ids = make(name).cuda(), prompts().cuda()
     mask = padding(kind, ids)
     expected = generate(model, ids, mask)
-    enable(model, attention=True, experts=False, norms=False, gated_mlps=False)
+    enable(model, experts=False, norms=False, gated_mlps=False)
     got = generate(model, ids, mask)
     torch.testing.assert_close(got.logits, expected.logits, atol=2e-3, rtol=2e-3)
     assert torch.equal(got.tokens, expected.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from tiny_models import make
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from tokenspeed_kernel_transformers.kernels import NotServedError
+from tokenspeed_kernel_transformers import layers
+from tokenspeed_kernel_transformers.kernels import OPS, NotServedError
 from tokenspeed_kernel_transformers.layers import GatedMLP, RMSNorm, is_gated_mlp, is_norm
 
 
@@ -87,6 +89,55 @@ def test_gated_mlps(activation: str, bias: bool) -> None:
         torch.testing.assert_close(torch.compile(mlp, fullgraph=True, backend="eager")(x), own(x))
     assert mlp(x).requires_grad
     assert list(mlp.state_dict()) == list(own.state_dict())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_few_rows_outside_of_graphs_call_no_kernel_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call runs the kernel too, so that it is compiled before a graph is captured."""
+    called: list[str] = []
+
+    class Counted:
+        def __getattr__(self, operator: str) -> Any:
+            def run(*args: Any, **options: Any) -> Any:
+                called.append(operator)
+                return getattr(OPS, operator)(*args, **options)
+
+            return run
+
+    monkeypatch.setattr(layers, "OPS", Counted())
+    monkeypatch.setattr(layers, "_compiled", set())
+    norm = RMSNorm(modules_of(name, is_norm, torch.bfloat16)[0])
+    mlp = GatedMLP(modules_of(name, is_gated_mlp, torch.bfloat16)[0])
+    with torch.inference_mode():
+        for module, operator, width in ((norm, "rmsnorm", len(norm.weight)), (mlp, mlp.operator, 32)):
+            x = torch.randn(2, 3, width, dtype=torch.bfloat16)
+            expected = module(x)
+            called.clear()
+            monkeypatch.setattr(layers, "few_rows", lambda given: True)
+            for _ in range(2):
+                torch.testing.assert_close(module(x), expected, atol=2e-2, rtol=1.6e-2)
+            module(x[:1])
+            always = name == "gemma3" and operator == "rmsnorm"  # its norm multiplies by 1 + weight
+            assert called == [operator] * (3 if always else 2)
+            monkeypatch.undo()
+            monkeypatch.setattr(layers, "OPS", Counted())
+
+
+def test_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not layers.few_rows(torch.zeros(1, 8))
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+    def on_gpu(rows: int) -> Any:
+        return SimpleNamespace(is_cuda=True, numel=lambda: rows * 8, shape=(rows, 8))
+
+    assert layers.few_rows(on_gpu(layers.FEW_ROWS))
+    assert not layers.few_rows(on_gpu(layers.FEW_ROWS + 1))
+    capturing = True
+    assert not layers.few_rows(on_gpu(1))
+    capturing = False
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not layers.few_rows(on_gpu(1))
 
 
 def test_other_mlps_are_refused() -> None:

@@ -64,7 +64,12 @@ def best(logits: Tensor, top_k: int) -> Tensor:
 
 
 @torch.inference_mode()
-def run(model: Model, sequences: Sequence[Tensor], experts: Sequence[Tensor] | None = None) -> Run:
+def run(
+    model: Model,
+    sequences: Sequence[Tensor],
+    experts: Sequence[Tensor] | None = None,
+    rounded: Callable[[str, Tensor], Tensor] | None = None,
+) -> Run:
     """Runs all layers of the model on some sequences.
 
     Args:
@@ -72,23 +77,29 @@ def run(model: Model, sequences: Sequence[Tensor], experts: Sequence[Tensor] | N
         sequences: tokens of each sequence, int64.
         experts: for each layer, the top-k ids to use, ``[tokens, top_k]``; by default the experts with the highest logits. In
             either case the routing weights are computed from the logits of this run.
+        rounded: rounds results as an engine does. It is called with ``"residual"`` and the sum ``[tokens, hidden]`` after each
+            attention and each MLP, and with ``"norm"`` and the result of each layer's norms. By default nothing is rounded.
     """
     config = model.config
+    rounded = rounded or (lambda _, value: value)
     lengths = [len(sequence) for sequence in sequences]
     x = model.weight("model.embedding.weight")[torch.cat(list(sequences))].float()
     routing = []
     for layer, kind in enumerate(config["layer_types"][: config["num_hidden_layers"]]):
         name = f"model.layers.{layer}"
         window = config["sliding_window"] if kind == "sliding_attention" else None
-        h = _norm(model, f"{name}.input_layernorm", x)
+        h = rounded("norm", _norm(model, f"{name}.input_layernorm", x))
         qkv = linear(h, model.float32(f"{name}.attn.qkv_proj.weight"), model.float32(f"{name}.attn.qkv_proj.bias"))
         attended = [_attention(model, part, model.float32(f"{name}.attn.sinks"), window) for part in qkv.split(lengths)]
-        x = x + linear(torch.cat(attended), model.float32(f"{name}.attn.o_proj.weight"), model.float32(f"{name}.attn.o_proj.bias"))
-        h = _norm(model, f"{name}.post_attention_layernorm", x)
+        projected = linear(
+            torch.cat(attended), model.float32(f"{name}.attn.o_proj.weight"), model.float32(f"{name}.attn.o_proj.bias")
+        )
+        x = rounded("residual", x + projected)
+        h = rounded("norm", _norm(model, f"{name}.post_attention_layernorm", x))
         logits = linear(h, model.float32(f"{name}.mlp.router.weight"), model.float32(f"{name}.mlp.router.bias"))
         routing.append(logits)
         chosen = best(logits, config["num_experts_per_tok"]) if experts is None else experts[layer]
-        x = x + _experts(model, name, h, chosen, logits.gather(1, chosen).softmax(-1))
+        x = rounded("residual", x + _experts(model, name, h, chosen, logits.gather(1, chosen).softmax(-1)))
     return Run(_norm(model, "model.norm", x), routing)
 
 

@@ -45,8 +45,7 @@ class TokenspeedBackend(PagedBackend):
         serving = self.serving[shape]
         scales = {name: getattr(layer, name) if shape.scaled else None for name in ("k_scale", "v_scale")}
         if save and k is not None:
-            windowed = batch.window_slots if shape.window_left >= 0 else None
-            slots = forward_batch.out_cache_loc if windowed is None else windowed
+            slots = self.slots(forward_batch, windowed=shape.window_left >= 0)
             OPS.store_kv_cache(k, v, k_cache, v_cache, slots[: len(k)], **scales)
         rows = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         arguments = {

@@ -63,7 +63,7 @@ class LatentBackend(PagedBackend):
         scale = None if cache.dtype == q.dtype else self._one
         if save and k is not None:
             latent, k_rope = k.flatten(1).split([layer.v_head_dim, layer.head_dim - layer.v_head_dim], 1)
-            OPS.store_mla_kv_cache(latent, k_rope, cache, forward_batch.out_cache_loc[: len(k)], scale)
+            OPS.store_mla_kv_cache(latent, k_rope, cache, self.slots(forward_batch)[: len(k)], scale)
         arguments = {
             "kv_cache": cache,
             "page_table": batch.page_table,

@@ -22,6 +22,8 @@ class Metadata:
         window_table: int32 ``[batch, pages]``, page indices in the KV pool of sliding-window layers; equals page_table if there is
             only one pool.
         window_slots: ``[tokens]``, the slots of new tokens in the KV pool of sliding-window layers; None if there is only one pool.
+        slots: int64 ``[tokens]``, the slots of new tokens in the KV pool of layers without a window; None if they are the batch's
+            ``out_cache_loc``. The slots of padding are -1 in both tensors, and are not written.
         cu_seqlens_q: int32 ``[batch + 1]``, the first query row of each sequence; None for decode batches.
         max_query_len: the largest number of new tokens of any sequence.
     """
@@ -31,6 +33,7 @@ class Metadata:
     page_table: Tensor
     window_table: Tensor
     window_slots: Tensor | None
+    slots: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     max_query_len: int = 1
 
@@ -86,11 +89,16 @@ class PagedBackend(AttentionBackend):
             page_table=table,
             window_table=torch.zeros_like(table) if self.two_pools else table,
             window_slots=torch.zeros(max_num_tokens, dtype=torch.int64, device=device) if self.two_pools else None,
+            slots=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
         )
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Writes a decode batch's metadata to the buffers that captured graphs read. SGLang calls this method before a capture and
         before each replay. Does not wait for the device.
+
+        Before a replay, SGLang pads the lengths and the requests to the batch size of the graph, but not ``out_cache_loc``.
+        SGLang's own buffer of slots has slot 0 for all padding, but our operators write to distinct slots. So graphs read the
+        slots of the metadata.
 
         Raises:
             ValueError: the graph is for prefills or for speculative decoding. The message names the option to change.
@@ -109,16 +117,18 @@ class PagedBackend(AttentionBackend):
         static.seq_lens[:batch].copy_(lengths)
         table, window_table = self._tables(forward_batch.req_pool_indices[:batch], longest)
         static.page_table[:batch, : table.shape[1]].copy_(table)
+        slots = forward_batch.out_cache_loc[:batch]
+        _pad(static.slots[:batch], slots)  # type: ignore[index]
         if self.two_pools:
             static.window_table[:batch, : table.shape[1]].copy_(window_table)
-            slots = self.pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc[:batch])
-            static.window_slots[:batch].copy_(slots)  # type: ignore[index]
+            _pad(static.window_slots[:batch], self.pool.translate_loc_from_full_to_swa(slots))  # type: ignore[index]
         self.forward_metadata = Metadata(
             seq_lens=static.seq_lens[:batch],
             max_seq_len=static.max_seq_len,
             page_table=static.page_table[:batch],
             window_table=static.window_table[:batch],
             window_slots=None if static.window_slots is None else static.window_slots[:batch],
+            slots=static.slots[:batch],  # type: ignore[index]
         )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -176,6 +186,16 @@ class PagedBackend(AttentionBackend):
             raise RuntimeError("init_forward_metadata must run before attention")
         return self.forward_metadata
 
+    def slots(self, forward_batch: Any, windowed: bool = False) -> Tensor:
+        """Returns the slots of a batch's new tokens in the KV pool of layers with or without a window.
+
+        Raises:
+            RuntimeError: there is no metadata.
+        """
+        metadata = self.batch({})
+        found = metadata.window_slots if windowed and self.two_pools else metadata.slots
+        return forward_batch.out_cache_loc if found is None else found
+
     def _tables(self, requests: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Returns two page tables, for layers without and with a window. They cover sequences of at most ``longest`` tokens."""
         slots = self.req_to_token[requests, : longest : self.page_size]
@@ -187,6 +207,12 @@ class PagedBackend(AttentionBackend):
 
     def _window_slots(self, slots: Tensor) -> Tensor | None:
         return self.pool.translate_loc_from_full_to_swa(slots) if self.two_pools else None
+
+
+def _pad(padded: Tensor, slots: Tensor) -> None:
+    """Writes slots, and -1 after them."""
+    padded[: len(slots)].copy_(slots)
+    padded[len(slots) :].fill_(-1)
 
 
 def _check_mode(forward_batch: Any) -> None:

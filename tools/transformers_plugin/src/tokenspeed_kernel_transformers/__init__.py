@@ -34,20 +34,19 @@ def register() -> None:
     ExpertsInterface.register(NAME, experts_forward)
 
 
-def enable(
-    model: Any, *, attention: bool | None = None, experts: bool = True, norms: bool = True, gated_mlps: bool = True
-) -> Receipt:
+def enable(model: Any, *, attention: bool = True, experts: bool = True, norms: bool = True, gated_mlps: bool = True) -> Receipt:
     """Switches the layers of a loaded model to our kernels, if kernels are eligible on the model's device. All other layers remain
     unchanged.
 
     Args:
         model: a `PreTrainedModel` with its weights, on its device, in its dtype.
-        attention: whether attention runs on our kernels. None leaves it to transformers on a GPU if sdpa can run it, because sdpa's
-            decode steps were measured to be faster.
+        attention: whether attention runs on our kernels.
         experts: whether the experts of mixture-of-experts layers run on our kernels. `enable` arranges their weights for the
             kernel.
-        norms: whether RMS norms run on our kernels. Our norms round once; many of transformers' own norms round twice.
-        gated_mlps: whether gated MLPs run on our kernels.
+        norms: whether RMS norms run on our kernels. Our norms round once; many of transformers' own norms round twice. Outside of
+            graphs, PyTorch's ``rms_norm`` runs at most 256 rows on a GPU, and rounds once too.
+        gated_mlps: whether gated MLPs run on our kernels. Outside of graphs, the model's own functions run at most 256 rows on a
+            GPU.
 
     Returns:
         The receipt: the layers with their kernels, and the reasons why other layers run on none of our kernels. ``str()`` makes a

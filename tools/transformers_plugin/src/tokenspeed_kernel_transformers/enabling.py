@@ -22,15 +22,11 @@ NAME = "tokenspeed"
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 
 
-def enable_parts(model: Any, *, attention: bool | None, experts: bool, norms: bool, gated_mlps: bool) -> Receipt:
+def enable_parts(model: Any, *, attention: bool, experts: bool, norms: bool, gated_mlps: bool) -> Receipt:
     """Implements `tokenspeed_kernel_transformers.enable`."""
     off = "it is switched off"
     rows: list[Row] = []
-    slower = "" if attention is not None else _slower(model)
-    if attention or (attention is None and not slower):
-        rows += _attention(model)
-    else:
-        rows.append(Row("attention", "all", len(_attention_layers(model)), reason=slower or off))
+    rows += _attention(model) if attention else [Row("attention", "all", len(_attention_layers(model)), reason=off)]
     rows += _mixers(model)
     rows += _experts(model) if experts else [Row("experts", "all", len(_experts_layers(model)), reason=off)]
     for part, wanted, recognised, replacement in (
@@ -91,16 +87,6 @@ def _attention(model: Any) -> list[Row]:
         Row("attention", str(shape), counts[shape], () if reason else kernels, own or reason)
         for shape, (kernels, own) in outcomes.items()
     ]
-
-
-def _slower(model: Any) -> str:
-    """Returns why transformers' own attention is the default for a model. Returns an empty text if it is not the default: on a CPU,
-    and for sinks and soft caps, which sdpa lacks.
-    """
-    shapes = [_shape_of(layer) for layer in _attention_layers(model)]
-    if model.device.type != "cuda" or any(shape.sinks or shape.logit_cap for shape in shapes):
-        return ""
-    return "sdpa's decode steps were measured to be faster on an H200; enable(model, attention=True) selects our kernels"
 
 
 def _shape_of(layer: Any) -> _Shape:

@@ -23,6 +23,11 @@ _ACTIVATIONS: tuple[tuple[str, dict[str, str], Callable[[Tensor], Tensor]], ...]
     ("gelu_and_mul", {"approximate": "tanh"}, lambda x: functional.gelu(x, approximate="tanh")),
 )
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# The largest number of rows for which PyTorch's functions run outside of graphs. A step with so few rows waits for the host, and a
+# kernel that is launched from Python takes more of the host's time than PyTorch's functions.
+FEW_ROWS = 256
+# The calls whose kernels have been compiled: operator, number of rows, width, dtype and device.
+_compiled: set[tuple[object, ...]] = set()
 
 
 class RMSNorm(torch.nn.Module):
@@ -60,6 +65,11 @@ class RMSNorm(torch.nn.Module):
         if torch.is_grad_enabled():
             own: Tensor = self.own[0](x)
             return own
+        if not self.offset and x.dtype == self.weight.dtype and few_rows(x):
+            if _is_first("rmsnorm", x):
+                OPS.rmsnorm(x, self.weight, self.eps)
+            # Rounds once, as our norm does.
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         weight = self.offset + self.weight.float() if self.offset else self.weight
         out: Tensor = OPS.rmsnorm(x, weight, self.eps)
         return out
@@ -114,6 +124,14 @@ class GatedMLP(torch.nn.Module):
         # torch.compile cannot trace the writes to slices of a tensor below, and fuses the activation itself.
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._formula(x)
+        if few_rows(x):
+            if _is_first(self.operator, x):
+                self._fused(x)
+            return self._formula(x)
+        return self._fused(x)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        """Runs the operator."""
         rows = x.flatten(0, -2)
         width = len(self.gate_proj.weight)
         gate_up = x.new_empty(len(rows), 2 * width)
@@ -125,6 +143,24 @@ class GatedMLP(torch.nn.Module):
         hidden = getattr(OPS, self.operator)(gate_up, **self.options)
         down: Tensor = self.down_proj(hidden)
         return down.view(*x.shape[:-1], -1)
+
+
+def few_rows(x: Tensor) -> bool:
+    """Returns whether a call on x takes less time with PyTorch's functions than with our kernel: x has few rows and is on a GPU,
+    and no graph is captured or compiled.
+    """
+    if torch.compiler.is_compiling() or not x.is_cuda or x.numel() > FEW_ROWS * x.shape[-1]:
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def _is_first(operator: str, x: Tensor) -> bool:
+    """Returns whether our kernel must be compiled. A graph that is captured later runs it, and a capture cannot compile kernels."""
+    call = (operator, x.numel() // x.shape[-1], x.shape[-1], x.dtype, x.device)
+    if call in _compiled:
+        return False
+    _compiled.add(call)
+    return True
 
 
 def is_norm(module: Any) -> bool:

@@ -143,13 +143,15 @@ class Report:
 
 
 def as_text(report: Any) -> str:
-    """Returns JSON text for a file under version control: one line per row, so that a changed row is a changed line."""
+    """Returns JSON text for a file under version control: one line per row, so that a changed row is a changed line. Keys that are
+    numbers become strings, as in ``json.dumps``.
+    """
     return _lines(report) + "\n"
 
 
 def _lines(value: Any, indent: str = "\n") -> str:
     if isinstance(value, Mapping) and value:
-        members = [f"{indent}  {json.dumps(name)}: {_lines(member, indent + '  ')}" for name, member in value.items()]
+        members = [f"{indent}  {json.dumps(str(name))}: {_lines(member, indent + '  ')}" for name, member in value.items()]
         return f"{{{','.join(members)}{indent}}}"
     if isinstance(value, list | tuple) and any(isinstance(member, Mapping) for member in value):
         return f"[{','.join(f'{indent}  {json.dumps(member, allow_nan=False)}' for member in value)}{indent}]"
