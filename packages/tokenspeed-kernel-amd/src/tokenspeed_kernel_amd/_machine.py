@@ -7,7 +7,8 @@ import importlib.util
 import re
 from importlib import metadata
 
-# Gluon of Triton 3.7 lacks functions for layouts. With 3.8, compiled kernels read LDS before asynchronous copies into it are complete.
+# Gluon of Triton 3.7 lacks functions for layouts. With 3.8, compiled kernels read LDS before asynchronous copies into it have
+# ended.
 NEEDED_TRITON = (3, 9)
 
 # Distributions that install the module `triton`: PyPI's, and those that PyTorch builds for its own wheels.
