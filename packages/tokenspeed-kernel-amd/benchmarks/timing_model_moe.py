@@ -512,6 +512,8 @@ def table(report: dict[str, Any]) -> str:
         # With few tokens, the rate of the MFMAs says nothing.
         cells.append(f"{row['mfma_us'] / row['gemms_us']:.0%}" if row["tokens"] > WHOLE else "")
         lines.append(f"| {' | '.join(cells)} |")
+    if "renewed" in report:
+        lines += ["", f"Rows of this table were renewed by `{report['renewed']['command']}`."]
     found = report["summary"]
     if found:
         lines += [
