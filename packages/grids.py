@@ -57,8 +57,11 @@ def launches_at_scale(spec: KernelSpec, platform: PlatformInfo, monkeypatch: pyt
             Launch(**doing, function=function.fn.__name__, grid=tuple(grid), warps=options.get("num_warps", 4))
         )
 
-    empty = torch.empty(0, dtype=torch.uint8)
-    monkeypatch.setattr(Keeper, "get", lambda *_: SimpleNamespace(memory=empty, counters=empty.int(), memory_at=0))
+    def workspace(_: Keeper, device: int, stream: int, nbytes: int, count: int) -> SimpleNamespace:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return SimpleNamespace(memory=memory, counters=memory.new_empty(count, dtype=torch.int32), memory_at=0)
+
+    monkeypatch.setattr(Keeper, "get", workspace)
     monkeypatch.setattr(KernelInterface, "__getitem__", record)
     kernel, op = KernelRegistry.get().get_impl(spec.name), get_operator(spec.operator)
     with use_platform(platform), torch.no_grad():

@@ -19,8 +19,8 @@ KERNELS = [
     for spec in (KernelRegistry.get().get_for_operator(op.family, op.mode) if op.family != "comm" else ())
     if spec.solution == "triton"
 ]
-# Kernels that accept at most 16 tokens, and have no large calls.
-FEW = {"triton_rmsnorm_moe_topk"}
+# Kernels that accept at most 16, or 512, tokens, and have no large calls.
+FEW = {"triton_rmsnorm_moe_topk", "triton_mm_dequantised_more_fp8", "triton_mm_dequantised_more_mx"}
 
 
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx950", marks=pytest.mark.slow)])
