@@ -199,6 +199,8 @@ def _() -> list[Case]:
             fp8(600, 96, 48, a_scale="", b_scale="channel", a_dtype=torch.bfloat16, bias=torch.bfloat16),
         ),
         Case("mxfp4 weight only, 600 tokens", micro(600, 96, 48, a="dense", b="mxfp4")),
+        Case("fp8 weight only, per channel, 100 tokens", fp8(100, 96, 48, a_scale="", b_scale="channel", a_dtype=torch.bfloat16)),
+        Case("mxfp4 weight only, 100 tokens", micro(100, 96, 48, a="dense", b="mxfp4")),
         Case("mxfp8", micro(5, 96, 40, a="mxfp8", b="mxfp8")),
         Case("mxfp4, bias", micro(5, 96, 40, a="mxfp4", b="mxfp4", bias=torch.bfloat16)),
         Case("mxfp8 with mxfp4", micro(3, 64, 33, a="mxfp8", b="mxfp4", out_dtype=single)),
