@@ -98,13 +98,18 @@ class Attend(Qkv):
                 call.known_tiles[thread] = Int32(-1)
         self.synchronise()
 
+    def items_of(self, call: LayerCall) -> Int32:
+        """Returns the number of CTAs with a share of attention, computed at each use, so that it occupies no register."""
+        attention = call.given.attention
+        return opt_barrier(call.tokens) * attention.kv_heads << attention.split_bits
+
     @cute.jit
     def attend(self, call: LayerCall, warp: Int32):
         """Computes this CTA's share of attention. A CTA has at most one split of one token and key head. If there are few keys, a
         single CTA computes them, and the others have nothing to do."""
         attention = call.given.attention
         item, _, _ = cute.arch.block_idx()
-        items = call.tokens * attention.kv_heads << attention.split_bits
+        items = self.items_of(call)
         if item < items:
             length, token, head, split = call.kept[LENGTH], call.kept[TOKEN], call.kept[HEAD], call.kept[SPLIT]
             first = cutlass.max(length - Int32(call.address(WINDOW)), 0)
@@ -113,7 +118,6 @@ class Attend(Qkv):
             whole = tiles <= MMA_WARPS  # a single CTA has all keys
             share = cutlass.select_(whole, tiles, tiles + attention.splits - 1 >> attention.split_bits) * KEYS
             begin = base + split * share
-            sink = self.load_sink(call, warp, head, split)
             if (not whole) | (split == 0):
                 end = cutlass.min(begin + share, length)
                 self.attend_to_keys(call, warp, token, head, split, length, first, begin, end, whole)
@@ -121,7 +125,8 @@ class Attend(Qkv):
             if not whole:
                 self.await_all(call, warp, PARTIALS, items)
                 if warp < _COMBINERS:
-                    self.combine_splits(call, warp, token, head, split, sink)
+                    # Read again, because kept values would be spilled.
+                    self.combine_splits(call, warp, call.kept[TOKEN], call.kept[HEAD], call.kept[SPLIT])
             self.publish(call, ATTENDED)
             # The other warps must not poll the attention's output while these warps combine: their loads would delay all others.
             self.synchronise()
@@ -140,25 +145,24 @@ class Attend(Qkv):
         k.fill(0)
         v.fill(0)
         tile = begin + warp * KEYS
+        kind = cutlass.select_(first > 0, Int32(1), Int32(0))
         if tile < end:
-            page_at = self.known_page_of(call, warp, token, tile, cutlass.select_(first > 0, Int32(1), Int32(0)))
+            page_at = self.known_page_of(call, warp, token, tile, kind)
             self.load_keys(call, k, page_at, head, tile, first, length - 1, lane)
-            self.load_values(call, v, page_at, head, tile, first, length - 1, lane)
         # Only the CTA whose keys include the new one stores it.
         self.load_queries(call, token, head, (begin < length) & (end == length))
         self.synchronise()
-        q = cute.make_rmem_tensor((8,), Uint32)
-        for half in cutlass.range_constexpr(2):
-            words = load_words("shared", call.rows + lane // 4 * Q_PITCH + lane % 4 * 16 + half * 64, 4)
-            for each in cutlass.range_constexpr(4):
-                q[4 * half + each] = words[each]
+        # Loaded earlier, values would be spilled while the queries are rotated.
+        if tile < end:
+            page_at = self.known_page_of(call, warp, token, tile, kind)
+            self.load_values(call, v, page_at, head, tile, first, length - 1, lane)
         sums = cute.make_rmem_tensor((16,), Float32)  # of a head: elements 16 (lane % 4) to 16 (lane % 4) + 15
         sums.fill(0.0)
         largest, total = Float32(_NONE), Float32(0.0)
         while tile < end:
             self.patch_keys(call, k, tile, length - 1, lane)
             self.patch_values(call, v, tile, length - 1, lane)
-            scores = self.scores_of(k, q)
+            scores = self.scores_of(call, k, lane)
             further = tile + MMA_WARPS * KEYS
             page_at = Int64(0)
             if further < end:
@@ -185,7 +189,8 @@ class Attend(Qkv):
             tile = further
         self.store_warp(call, warp, lane, sums, largest, quad_sum(total))
         self.synchronise()
-        self.store_results(call, token, head, split, cutlass.max(end - begin + KEYS - 1, 0) // KEYS, whole)
+        tiles = cutlass.max(end - begin + KEYS - 1, 0) // KEYS
+        self.store_results(call, call.kept[TOKEN], call.kept[HEAD], call.kept[SPLIT], tiles, whole)
         # The attention's output will overwrite what the warps have stored.
         self.synchronise()
 
@@ -286,6 +291,7 @@ class Attend(Qkv):
             cos = [*load_floats("shared", call.angles + place * 16, 4)]
             sin = [*load_floats("shared", call.angles + place * 16 + 4 * _HALF, 4)]
             words = cute.make_rmem_tensor((8,), Uint32)
+            words.fill(0)
             at = attention.qkv + Int64(token * attention.qkv_rows + source * HEAD_DIM + column) * 4
             self.load_words_of_all(call, [at, at + Int64(gap) * 4], words, call.tag)
             packed = cute.make_rmem_tensor((4,), Uint32)
@@ -314,8 +320,11 @@ class Attend(Qkv):
 
     # -- one tile ----------------------------------------------------------------------------------------------------------------
 
-    def scores_of(self, k: cute.Tensor, q: cute.Tensor) -> list:
-        """Returns a lane's scores of a head: of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9."""
+    def scores_of(self, call: LayerCall, k: cute.Tensor, lane: Int32) -> list:
+        """Returns a lane's scores of a head: of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9. The queries are loaded for each tile, because
+        they would be spilled between tiles."""
+        at = call.rows + lane // 4 * Q_PITCH + lane % 4 * 16
+        q = [*load_words("shared", at, 4), *load_words("shared", at + 64, 4)]
         scores = []
         for row in range(2):
             acc = [Float32(0.0)] * 4
@@ -400,15 +409,8 @@ class Attend(Qkv):
         own = Int32(GROUP_HEADS * HEAD_DIM) >> bits  # elements of a CTA
         return split * own + warp * (own // _COMBINERS) + (self.thread() % 32 >> bits) * 4
 
-    def load_sink(self, call: LayerCall, warp: Int32, head: Int32, split: Int32) -> Float32:
-        """Loads the sink of the head that a lane combines, in the scale of the scores."""
-        group = call.given.attention.group
-        row = self.element_of(call, cutlass.min(warp, _COMBINERS - 1), split) // HEAD_DIM
-        query = head * group + cutlass.min(row, group - 1)
-        return load_floats("global", call.address(SINKS) + Int64(query) * 4, 1) * LOG2_E
-
     @cute.jit
-    def combine_splits(self, call: LayerCall, warp: Int32, token: Int32, head: Int32, split: Int32, sink: Float32):
+    def combine_splits(self, call: LayerCall, warp: Int32, token: Int32, head: Int32, split: Int32):
         """Combines four elements of a head from the partial results of all splits, one split per lane, and stores words of the
         attention's output. With fewer than 32 splits, a warp has several groups of lanes with four elements each."""
         attention = call.given.attention
@@ -417,7 +419,9 @@ class Attend(Qkv):
         element = self.element_of(call, warp, split)
         row, column = element // HEAD_DIM, element % HEAD_DIM
         query = head * attention.group + cutlass.min(row, attention.group - 1)
+        sink = load_floats("global", call.address(SINKS) + Int64(query) * 4, 1) * LOG2_E
         numbers = cute.make_rmem_tensor((6,), Float32)
+        numbers.fill(0.0)
         at = self.partial_at(call, token, query, lane & (splits - 1))
         self.load_numbers_of_all(call, [at + column * 8, at + column * 8 + 16, at + HEAD_DIM * 8], numbers)
         largest = numbers[4]

@@ -54,6 +54,7 @@ class Gemm(Exchange):
         column = cutlass.min(thread * CHUNK, hidden - CHUNK)
         some = self.config.at_once
         words = cute.make_rmem_tensor((some * CHUNK,), Uint32)
+        words.fill(0)
         for begin in cutlass.range(0, call.tokens, some, unroll=1):
             addresses = []
             for each in cutlass.range_constexpr(some):

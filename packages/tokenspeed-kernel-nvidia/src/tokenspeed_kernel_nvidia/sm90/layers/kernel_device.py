@@ -47,9 +47,12 @@ from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import load_tagged, st
 from tokenspeed_kernel_nvidia.sm90.layers.route_device import Route
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     COLUMNS,
+    END_QUAD,
     EXPERT_COUNT,
+    FIRST_QUAD,
     FIRST_ROW,
     GIVEN_UP,
+    LAST_TAG,
     PROJECTION,
     QKV_FIRST_ROW,
     QKV_ROW_COUNT,
@@ -196,6 +199,8 @@ class Persistent(Route):
                 call.kept[ROW_COUNT] = (cta + 1) * hidden // ctas - cta * hidden // ctas
                 call.kept[EXPERT_COUNT] = cutlass.max(given.layer.experts - cta + ctas - 1, 0) // ctas
                 call.kept[GIVEN_UP] = Int32(0)
+                quads = given.tokens * (hidden // 4)
+                call.kept[FIRST_QUAD], call.kept[END_QUAD] = cta * quads // ctas, (cta + 1) * quads // ctas
                 qkv_rows = given.attention.qkv_rows
                 call.kept[QKV_FIRST_ROW] = cta * qkv_rows // ctas
                 call.kept[QKV_ROW_COUNT] = (cta + 1) * qkv_rows // ctas - cta * qkv_rows // ctas
@@ -219,9 +224,11 @@ class Persistent(Route):
         """Runs the MMA warps' steps of all layers."""
         at, to = Cursor(warp // PANEL_STRIPS, Int32(0)), first_to_fill()
         self.store_input(call_of_layer(call, Int32(0), tag))
+        if self.thread() == 0:
+            call.kept[LAST_TAG] = tag
         self.prepare_attention(call)
         for index in cutlass.range(call.given.layers, unroll=1):
-            of_layer = call_of_layer(call, index, tag)
+            of_layer = call_of_layer(call, index, call.kept[LAST_TAG])
             at = self.project_qkv(of_layer, warp, at)
             self.attend(of_layer, warp)
             ahead = self.load_route_operands(of_layer)
@@ -229,7 +236,7 @@ class Persistent(Route):
             self.route(of_layer, warp, *ahead)
             at, to = self.consume(of_layer, warp, at, to)
         if warp == 0:
-            self.leave_layers(call, tag)
+            self.leave_layers(call, call.kept[LAST_TAG])
 
     @cute.jit
     def finish_layers(self, call: LayerCall, warp: Int32, tag: Int32):
@@ -352,12 +359,8 @@ class Persistent(Route):
         """Stores this CTA's part of the output, also as words."""
         layer = call.layer
         thread = self.thread()
-        ctas, _, _ = cute.arch.grid_dim()
-        cta, _, _ = cute.arch.block_idx()
         width = layer.hidden // 4
-        quads = call.tokens * width
-        quad = cta * quads // ctas + thread
-        end = (cta + 1) * quads // ctas
+        quad, end = call.kept[FIRST_QUAD] + thread, call.kept[END_QUAD]
         to = call.output_of(opt_barrier(call.index))
         while quad < end:
             token = quad // width

@@ -28,11 +28,12 @@ class Project(Attend):
     def load_attended(self, call: LayerCall, warp: Int32):
         """Waits for the attention's output of all heads, and loads it into shared memory."""
         attention = call.given.attention
-        self.await_all(call, warp, ATTENDED, call.tokens * attention.kv_heads << attention.split_bits)
+        self.await_all(call, warp, ATTENDED, self.items_of(call))
         thread = self.thread()
         chunks = call.given.width // CHUNK  # of a token
         count = call.tokens * chunks
         words = cute.make_rmem_tensor((_AT_ONCE * CHUNK,), Uint32)
+        words.fill(0)
         for begin in cutlass.range(0, count, _AT_ONCE * PREPARING_THREADS, unroll=1):
             addresses = []
             for each in cutlass.range_constexpr(_AT_ONCE):

@@ -168,6 +168,7 @@ class Route(Project):
         experts, top_k = call.layer.experts, call.layer.top_k
         first = cutlass.min(lane * 4, experts - 4)
         words = cute.make_rmem_tensor((4,), Uint32)
+        words.fill(0)
         self.load_logits(call, token, words)
         keys = cute.make_rmem_tensor((4,), Int32)
         for each in cutlass.range_constexpr(4):
