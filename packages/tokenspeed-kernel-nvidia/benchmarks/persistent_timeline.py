@@ -41,9 +41,9 @@ Steps of the newest trace (41e20631), medians over CTAs, in us:
 
 What the trace says about the difference from the model: the GEMMs with dense weights take twice the estimate, although a part of
 the weights is in the ring buffer when they begin. For each 1 KB of weights, a warp read as much of the token from shared memory.
-At the end of a layer, CTAs with one panel of w2 wait 2.7 us for those with two. The compiled kernel had 140 KB of code, more than an
-SM's instruction cache holds, and spilled up to 100 registers. Since then, lanes without a token read nothing, the code has 112 KB,
-and nothing is spilled. This has not been measured.
+At the end of a layer, CTAs with one panel of w2 wait 2.7 us for those with two. The compiled kernel had 140 KB of code, more than
+an SM's instruction cache holds, and spilled up to 100 registers. Since then, lanes without a token read nothing, the code has 112
+KB, and nothing is spilled. This has not been measured.
 """
 
 from __future__ import annotations
