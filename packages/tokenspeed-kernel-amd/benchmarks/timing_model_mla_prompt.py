@@ -1,5 +1,5 @@
-"""Predicts the times of latent attention of prompts at DeepSeek-V3's shapes: our kernels and the portable kernels. **For ratios
-only.**
+"""Predicts the times of latent prefill and extend at DeepSeek-V3's shapes, of our kernels and of the portable kernels. **Only their
+ratios are meaningful.**
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_mla_prompt.py --output timing_model_mla_prompt.json --readme
 

@@ -16,11 +16,11 @@ took 55.1 us for one token. What was tried since, and what it changed:
 
 * counters instead of polled words for all exchanges: -4.7; words for qkv and for the attention's output, counters for the others:
   -0.7 more;
-* one CTA instead of 16 for the 128 keys of a window: about -2.5, as the mean of both kinds of layers;
+* one CTA instead of 16 for the 128 keys of a window, together with the two changes that were removed again: -2.5;
 * addresses, lengths and angles in shared memory: -0.2; several lanes that issue the copies of dense weights, and L2 prefetches of
   the dense weights that do not fit into the ring buffer: nothing;
-* removed again, because other steps became longer by as much: experts' results added by every CTA instead of exchanging their sums,
-  and the token's row prepared for the experts before these are known.
+* removed again, because in the trace other steps became longer by as much: experts' results added by every CTA instead of
+  exchanging their sums, and the token's row prepared for the experts before these are known. The measured kernels have both.
 
 Steps of the newest trace (41e20631), medians over CTAs, in us:
 
@@ -41,9 +41,9 @@ Steps of the newest trace (41e20631), medians over CTAs, in us:
 
 What the trace says about the difference from the model: the GEMMs with dense weights take twice the estimate, although a part of
 the weights is in the ring buffer when they begin. For each 1 KB of weights, a warp read as much of the token from shared memory.
-At the end of a layer, CTAs with one panel of w2 wait 2.7 us for those with two. The compiled kernel had 140 KB of code, more than
-an SM's instruction cache holds, and spilled up to 100 registers. Since then, lanes without a token read nothing, the code has 112
-KB, and nothing is spilled. This has not been measured.
+At the end of a layer, CTAs with one panel of w2 wait 2.7 us for those with two. The measured kernel had 140 KB of code and 109
+instructions that spill registers. Since then, lanes without a token read nothing, the code has 112 KB, and nothing is spilled. The
+present kernel has not been measured.
 """
 
 from __future__ import annotations

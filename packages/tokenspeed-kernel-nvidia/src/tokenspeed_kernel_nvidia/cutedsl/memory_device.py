@@ -65,8 +65,9 @@ def load_words(space: str, address: Any, count: int) -> Any:
 
 
 def store_words_shared(address: Any, words: Any) -> None:
-    """Stores four consecutive 32-bit words to shared memory."""
-    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
+    """Stores 2 or 4 consecutive 32-bit words to shared memory."""
+    given = ", ".join(f"{{$r{at + 1}}}" for at in range(len(words)))
+    cute.arch.inline_ptx(f"st.shared.v{len(words)}.b32 [{{$r0}}], {{{given}}};", read_only_args=[address, *words])
 
 
 def store_half(address: Any, value: Any) -> None:

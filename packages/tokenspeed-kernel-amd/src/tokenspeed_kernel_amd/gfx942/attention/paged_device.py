@@ -134,7 +134,7 @@ def load_rows(cache, rows, pages, start, block_n: gl.constexpr, row_layout: gl.c
 
 @gluon.jit
 def load_block(cache, pages, start, block_n: gl.constexpr):
-    """Starts the loads of the block that begins at position ``start``. Rows after ``cache.last`` are copies of this row."""
+    """Starts the loads of the block that begins at position ``start``. Rows after ``cache.last`` hold copies of that row."""
     return Block(
         load_rows(cache, cache.keys, pages.of_keys, start, block_n, gl.SliceLayout(0, cache.keys_layout), True),
         load_rows(cache, cache.values, pages.of_values, start, block_n, gl.SliceLayout(1, cache.values_layout), False),

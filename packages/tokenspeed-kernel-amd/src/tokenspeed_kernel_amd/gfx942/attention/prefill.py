@@ -27,7 +27,7 @@ def _config(head_dim: int, v_head_dim: int, window_left: int) -> Config:
         # Keys and values take 34 KB of the 64 KB of LDS, so only one wave fits on a SIMD. The wave may use accumulation registers.
         return Config(1, attributes="")
     if 0 <= window_left < 256:
-        # Small tiles have fewer keys outside of the window. 4 x 1024 tokens with a window of 128: 28.7 us; 35.1 us with tiles of
+        # Small tiles compute fewer keys that the window hides. 4 x 1024 tokens with a window of 128: 28.7 us; 35.1 us with tiles of
         # 128 rows, 32.4 us with two waves per SIMD. 1 x 1024: 9.4 us; 11.4 us with tiles of 128 rows, 11.3 us with four waves.
         return Config(3, block_n=32, block_m=64, warps=2)
     return Config(3)

@@ -62,7 +62,7 @@ def scale_rows(q, factor):
 
 @gluon.jit
 def as_planes(q, keys: gl.constexpr, row: gl.constexpr):
-    """Returns 16-bit rows of q as `Planes` for keys of dtype ``keys``. ``row``: layout of `Planes.factor`."""
+    """Splits 16-bit rows of q into `Planes`, for keys of dtype ``keys``. ``row``: layout of `Planes.factor`."""
     m: gl.constexpr = q.shape[0]
     if keys.primitive_bitwidth == 8:
         count: gl.constexpr = 3 if q.dtype == gl.float16 else 2

@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     load_floats,
     load_int,
@@ -60,6 +60,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     LayerCall,
 )
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import as_float
 
 _HALF = HEAD_DIM // 2  # elements d and d + 32 of a head are rotated together
 _NONE = -1e38  # the maximum of a head's scores if there are none
@@ -68,11 +69,6 @@ _V_AT = _K_AT + 2 * HEAD_DIM
 _WARPS_AT = _V_AT + 2 * HEAD_DIM
 _MAXIMA = 4 * GROUP_HEADS * HEAD_DIM  # offset in a warp's results: the heads' maxima, then their sums
 _COMBINERS = 4  # warps that combine the splits' results
-
-
-def store_two_words(address: Any, first: Any, second: Any) -> None:
-    """Stores two consecutive words to shared memory."""
-    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
 
 
 class Attend(Qkv):
@@ -307,8 +303,8 @@ class Attend(Qkv):
             if (row < GROUP_HEADS) & (row >= attention.group):
                 packed.fill(0)
             to = call.rows + cutlass.select_(is_value, Int32(_V_AT), row * Q_PITCH) + column * 2
-            store_two_words(to, packed[0], packed[1])
-            store_two_words(to + gap * 2, packed[2], packed[3])
+            store_words_shared(to, [packed[0], packed[1]])
+            store_words_shared(to + gap * 2, [packed[2], packed[3]])
             slot = load_int(attention.slots + Int64(token * attention.slot_words) * 4, False)
             if stores & (row >= GROUP_HEADS) & (slot >= 0):
                 page = slot // attention.page_size
@@ -451,12 +447,8 @@ class Attend(Qkv):
             for each in cutlass.range_constexpr(len(addresses)):
                 words = load_number(addresses[each])
                 for number in cutlass.range_constexpr(2):
-                    numbers[2 * each + number] = self.float_of(words[2 * number])
+                    numbers[2 * each + number] = as_float(words[2 * number])
                     missing |= Int32(words[2 * number + 1]) ^ call.tag
             left -= 1
         if missing != 0:
             self.give_up(call)
-
-    def float_of(self, word: Uint32) -> Float32:
-        """Returns the float32 with these bits."""
-        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])

@@ -44,7 +44,7 @@ def store_tagged(address: Any, value: Any, tag: Any) -> None:
 
 
 def load_number(address: Any) -> Any:
-    """Loads four tagged numbers' halves: two float32 and their tags, of two consecutive 64-bit words."""
+    """Loads two consecutive tagged numbers: a float32, its tag, the next float32, and its tag."""
     return cute.arch.inline_ptx(
         "{ .reg .b64 a, b; ld.relaxed.gpu.global.v2.b64 {a, b}, [{$r0}]; mov.b64 {{$w0}, {$w1}}, a; mov.b64 {{$w2}, {$w3}}, b; }",
         write_only_types=[Uint32] * 4,

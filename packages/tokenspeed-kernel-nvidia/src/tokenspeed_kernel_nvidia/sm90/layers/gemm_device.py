@@ -19,6 +19,7 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import skip
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, mma_m16n8k16, store_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import QUAD_BYTES
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import load_words_if
 from tokenspeed_kernel_nvidia.sm90.layers.config import PART_BYTES, PART_PITCH, TILE, WIDTH_PITCH
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import Exchange, both_values, value_of, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import LayerCall
@@ -27,17 +28,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import GROUPS, MMA_WARPS
 CHUNK = 8  # elements of a token that a thread normalises
 BFLOAT16 = 2  # `Vector.kind` of bfloat16
 _LOADS = PART_BYTES // PANEL_STRIPS // QUAD_BYTES  # number of 16-byte loads of a lane in a stage
-
-
-def load_shared_if(address: Any, condition: Boolean) -> Any:
-    """Loads four consecutive words from shared memory if ``condition`` holds; otherwise returns zeros."""
-    return cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
-        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
-        "@p ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address, Int32(condition)],
-    )
 
 
 class Gemm(Exchange):
@@ -142,7 +132,7 @@ class Gemm(Exchange):
 
     def multiply_chunks(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, chunks: Any, live: Boolean) -> None:
         """Adds the MMAs of some 64-byte chunks of rows. ``live``: whether this lane has a token."""
-        left = [load_shared_if(left_at + each * QUAD_BYTES, live) for each in chunks]
+        left = [load_words_if(left_at + each * QUAD_BYTES, live, "shared") for each in chunks]
         right = [[*load_words("shared", right_at + each * QUAD_BYTES, 4)] for each in chunks]
         for half in range(2):
             for index, each in enumerate(chunks):

@@ -21,15 +21,16 @@ def type_of(name: str) -> type[Numeric]:
 # -- instructions ----------------------------------------------------------------------------------------------------------------
 
 
-def load_words_if(address: Any, condition: Boolean) -> Any:
-    """Loads four consecutive words from global memory if ``condition`` holds; otherwise returns zeros.
+def load_words_if(address: Any, condition: Boolean, space: str = "global.L1::no_allocate") -> Any:
+    """Loads four consecutive words if ``condition`` holds; otherwise returns zeros. ``space`` is PTX's state space, with
+    qualifiers.
 
-    The load is not ``.nc``, because the preceding kernel may have written the words (PDL).
+    A load from global memory is not ``.nc``, because the preceding kernel may have written the words (PDL).
     """
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
         "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
-        "@p ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        f"@p ld.{space}.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}]; }}",
         write_only_types=[Uint32] * 4,
         read_only_args=[address, Int32(condition)],
     )
