@@ -3,6 +3,9 @@
 A flag is an int32 in global memory. A CTA writes its data, then adds to the flag (`release_add`). Another CTA waits until the flag
 has the expected value (`wait_for`), then reads the data. The add and the wait order only the calling lane's accesses.
 `cute.arch.sync_warp` extends the order to the warp, and a barrier to the CTA.
+
+A tagged number is a 64-bit word in global memory: a float32, and an int32 tag. One instruction stores it, so a reader that sees the
+tag also sees the value, without a flag.
 """
 
 # mypy: ignore-errors
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Int32, Uint32, cute
+from cutlass import Float32, Int32, Uint32, cute
 
 
 def acquire_int(address: Any) -> Any:
@@ -74,4 +77,20 @@ def store_half(address: Any, value: Any) -> None:
     """Stores the lower 16 bits of a word to global memory."""
     cute.arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r1}; st.global.b16 [{$r0}], low; }", read_only_args=[address, value]
+    )
+
+
+def load_number(address: Any) -> Any:
+    """Loads two consecutive tagged numbers: a float32, its tag, the next float32, and its tag."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b64 a, b; ld.relaxed.gpu.global.v2.b64 {a, b}, [{$r0}]; mov.b64 {{$w0}, {$w1}}, a; mov.b64 {{$w2}, {$w3}}, b; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_number(address: Any, value: Float32, tag: Any) -> None:
+    """Stores a float32 and a tag as one 64-bit word."""
+    cute.arch.inline_ptx(
+        "{ .reg .b64 a; mov.b64 a, {{$r1}, {$r2}}; st.relaxed.gpu.global.b64 [{$r0}], a; }", read_only_args=[address, value, tag]
     )

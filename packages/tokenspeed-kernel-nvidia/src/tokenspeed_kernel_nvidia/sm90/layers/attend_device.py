@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_number, load_words, store_number, store_words_shared
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     load_floats,
     load_int,
@@ -46,7 +46,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     SPLITS,
     WARP_BYTES,
 )
-from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, load_number, store_number, store_tagged, value_of
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, store_tagged, value_of
 from tokenspeed_kernel_nvidia.sm90.layers.qkv_device import Qkv
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     HEAD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_HEAD_BYTES
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_HEAD_BYTES, PANEL_STRIPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, GROUPS, MMA_WARPS, SHARED_BYTES, STAGES
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import Config as StreamConfig
 
@@ -97,6 +97,11 @@ class Config(StreamConfig):
     def partials_bytes(self) -> int:
         """Bytes of the warps' partial sums of a GEMM with dense weights."""
         return 4 * MMA_WARPS * self.tokens * self.rows_of_cta
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the tagged numbers that a CTA sends for a GEMM of the experts: two for each lane, strip and tile."""
+        return PANEL_STRIPS * self.tiles * 32 * 2 * 8
 
     @property
     def rows_of_cta(self) -> int:

@@ -43,22 +43,6 @@ def store_tagged(address: Any, value: Any, tag: Any) -> None:
     )
 
 
-def load_number(address: Any) -> Any:
-    """Loads two consecutive tagged numbers: a float32, its tag, the next float32, and its tag."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b64 a, b; ld.relaxed.gpu.global.v2.b64 {a, b}, [{$r0}]; mov.b64 {{$w0}, {$w1}}, a; mov.b64 {{$w2}, {$w3}}, b; }",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )
-
-
-def store_number(address: Any, value: Float32, tag: Any) -> None:
-    """Stores a float32 and a tag as one 64-bit word."""
-    cute.arch.inline_ptx(
-        "{ .reg .b64 a; mov.b64 a, {{$r1}, {$r2}}; st.relaxed.gpu.global.b64 [{$r0}], a; }", read_only_args=[address, value, tag]
-    )
-
-
 def value_of(word: Uint32) -> Float32:
     """Returns the value of a tagged word."""
     return widened(cutlass.BFloat16, word)[1]

@@ -21,7 +21,8 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, mma_m
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import QUAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import load_words_if
 from tokenspeed_kernel_nvidia.sm90.layers.config import PART_BYTES, PART_PITCH, TILE, WIDTH_PITCH
-from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import Exchange, both_values, value_of, warp_sum
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, value_of, warp_sum
+from tokenspeed_kernel_nvidia.sm90.layers.split_device import Split
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import GROUPS, MMA_WARPS
 
@@ -30,7 +31,7 @@ BFLOAT16 = 2  # `Vector.kind` of bfloat16
 _LOADS = PART_BYTES // PANEL_STRIPS // QUAD_BYTES  # number of 16-byte loads of a lane in a stage
 
 
-class Gemm(Exchange):
+class Gemm(Split):
     """The part of the kernel that loads rows of tokens, and multiplies them by dense weights. All MMA warps call these methods."""
 
     @cute.jit

@@ -79,7 +79,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     rows, size = arguments.rows, arguments.size
     tokens, hidden = size(), size(divisibility=32)
     residual, out = rows(config.dtype, tokens, hidden), rows(config.dtype, size(), tokens, hidden)
-    numbers = [*(Int64(0) for _ in range(7)), *(Int32(0) for _ in range(6)), *(Float32(0) for _ in range(4))]
+    numbers = [*(Int64(0) for _ in range(8)), *(Int32(0) for _ in range(6)), *(Float32(0) for _ in range(4))]
     numbers += [*(Int64(0) for _ in range(10)), *(Int32(0) for _ in range(7)), Float32(0)]
     return residual, out, *numbers, arguments.stream()
 
@@ -110,6 +110,7 @@ class Persistent(Route):
         logits: Int64,
         activated: Int64,
         slots: Int64,
+        sent: Int64,
         width: Int32,
         experts: Int32,
         intermediate: Int32,
@@ -154,7 +155,7 @@ class Persistent(Route):
             slot_words, table_pitch, page_size, kv_heads, group, split_bits, scale,
         )  # fmt: skip
         given = Given(
-            table, residual.iterator.toint(), out.iterator.toint(), head, outputs, totals, logits, activated, slots, tokens, width,
+            table, residual.iterator.toint(), out.iterator.toint(), head, outputs, totals, logits, activated, slots, sent, tokens, width,
             layers, polls, eps, layer, attention,
         )  # fmt: skip
         self.run(given).launch(
@@ -322,21 +323,13 @@ class Persistent(Route):
 
     @cute.jit
     def load_experts(self, call: LayerCall, at: Any):
-        """Streams this CTA's panels of w13, then of w2. Returns the next position in the ring buffer.
-
-        The panels of w13 are divided evenly among the CTAs, to within one panel, and so are the panels of w13 and w2 together. With
-        fewer panels of w2 than CTAs, the panels of w2 are divided evenly by themselves.
-        """
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
+        """Streams this CTA's slabs of w13, then of w2. Returns the next position in the ring buffer."""
+        layer = call.layer
         entries = call.sizes[ENTRIES]
-        w13, w2 = entries * call.layer.w13_items, entries * call.layer.w2_items
-        first, end = cta * w13 // ctas, (cta + 1) * w13 // ctas
+        first, end = self.range_of(call, entries * layer.w13_items, layer.w13_blocks)
         if end > first:
             at = self.load_range(call, at, W13, first, end)
-        together = w2 >= ctas
-        first = cutlass.select_(together, cta * (w13 + w2) // ctas - first, cta * w2 // ctas)
-        end = cutlass.select_(together, (cta + 1) * (w13 + w2) // ctas - end, (cta + 1) * w2 // ctas)
+        first, end = self.range_of(call, entries * layer.w2_items, layer.w2_blocks)
         if end > first:
             at = self.load_range(call, at, W2, first, end)
         return at
@@ -395,7 +388,7 @@ class Persistent(Route):
             words = cute.make_ptr(Int32, head, cute.AddressSpace.gmem)
             if lane == 0:
                 words[LEFT] = Int32(0)
-                words[TAG] = (tag + 1 + call.given.layers) & 0xFFFF
+                words[TAG] = tag + 1 + call.given.layers
             each = HEAD_WORDS + lane
             while each < HEAD_WORDS + (call.given.layers + 1) * LAYER_COUNTERS:
                 words[each] = Int32(0)

@@ -158,7 +158,7 @@ class PersistentLayers:
         self._trace_shape = (self.ctas if config.trace else 0, layers + 1, len(EVENTS))
         sizes = (
             4 * self._counters + 8 * math.prod(self._trace_shape), 4 * tokens * hidden, 4 * tokens * hidden,
-            4 * tokens * plan.num_experts, 2 * pairs * plan.intermediate_size, 4 * pairs * hidden,
+            4 * tokens * plan.num_experts, 2 * pairs * plan.intermediate_size, 4 * pairs * hidden, 2 * self.ctas * config.sent_bytes,
             4 * tokens * (heads + 2 * kv_heads) * HEAD_DIM, 8 * (tokens * heads << split_bits) * PARTIAL_WORDS, 4 * tokens * width,
         )  # fmt: skip
         self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
@@ -196,9 +196,9 @@ class PersistentLayers:
             if given.stride(-1) != 1 or (name != "pages" and not given.is_contiguous()):
                 raise ValueError(f"persistent layers: {name} must be contiguous, got strides {given.stride()}")
         head, *memory = (each.data_ptr() for each in self._memory)
-        outputs, totals, logits, activated, partial_slots, qkv, partials, attended = memory
+        outputs, totals, logits, activated, partial_slots, sent, qkv, partials, attended = memory
         self._program(
-            x, out, self._table.data_ptr(), head, outputs, totals, logits, activated, partial_slots, *self._numbers,
+            x, out, self._table.data_ptr(), head, outputs, totals, logits, activated, partial_slots, sent, *self._numbers,
             qkv, partials, attended, lengths.data_ptr(), pages.data_ptr(), slots.data_ptr(), self._table_of_angles.data_ptr(),
             *self._pitches, pages.stride(0), slots.element_size() // 4, self._table_of_angles.stride(0), *self._attention,
         )  # fmt: skip

@@ -196,10 +196,13 @@ class Stream(Schedule, Consumers):
         at = first_to_fill()
         while ticket < w13_ranges + w2_ranges:
             if ticket < w13_ranges:
-                at = self.load_range(call, at, W13, ticket * w13_items // w13_ranges, (ticket + 1) * w13_items // w13_ranges)
+                slabs = self.slabs_of(layer.w13_blocks)
+                first, end = ticket * w13_items // w13_ranges, (ticket + 1) * w13_items // w13_ranges
+                at = self.load_range(call, at, W13, first * slabs, end * slabs)
             else:
-                index = ticket - w13_ranges
-                at = self.load_range(call, at, W2, index * w2_items // w2_ranges, (index + 1) * w2_items // w2_ranges)
+                index, slabs = ticket - w13_ranges, self.slabs_of(layer.w2_blocks)
+                first, end = index * w2_items // w2_ranges, (index + 1) * w2_items // w2_ranges
+                at = self.load_range(call, at, W2, first * slabs, end * slabs)
                 if layer.turns == 1:
                     # There is one range of w2 for each CTA. So wait until the MMA warps have released all stages. Otherwise CTAs
                     # that start early would take two ranges.
@@ -218,25 +221,38 @@ class Stream(Schedule, Consumers):
         aligned = ranges - ranges % cutlass.max(entries, 1)
         return cutlass.select_(ranges >= 8 * entries, aligned, ranges)
 
+    def slabs_of(self, blocks: Int32) -> Int32:
+        """Returns the number of slabs of a panel."""
+        return (blocks + self.slab - 1) // self.slab
+
     @cute.jit
     def load_range(self, call: Call, at: Any, kind: cutlass.Constexpr[int], first: Int32, end: Int32):
-        """Streams the panels of a range into the ring buffer. Returns the next position in the ring buffer."""
+        """Streams the slabs from ``first`` to ``end`` of all entries' panels into the ring buffer. Returns the next position in the
+        ring buffer."""
         layer = call.layer
         items, size, blocks, weights = layer.w13_items, layer.w13_bytes, layer.w13_blocks, layer.w13
         if cutlass.const_expr(kind == W2):
             items, size, blocks, weights = layer.w2_items, layer.w2_bytes, layer.w2_blocks, layer.w2
-        index = first // items
-        panel = first - index * items
+        slabs = self.slabs_of(blocks)
+        panel = first // slabs  # of all entries
+        begin = first - panel * slabs  # the first slab of the panel
+        index = panel // items
+        panel -= index * items
         expert = entry_of(call.entries[index]).expert
         left = end - first
         at = self.tell(call, at, ahead_of(item_code(kind, index)))
         while left > 0:
-            last = cutlass.select_(left == 1 or panel == items - 1, Int32(1), Int32(0))
-            item = item_code(kind, index, panel, last)
+            stop = cutlass.min(begin + left, slabs)
+            last = cutlass.select_(left <= slabs - begin or panel == items - 1, Int32(1), Int32(0))
+            is_head = cutlass.select_(stop < slabs, Int32(1), Int32(0))
+            item = item_code(kind, index, panel, last, cutlass.select_(stop < slabs, stop, begin), is_head)
             source = weights + (Int64(expert) * items + panel) * size
             head = Int32(PANEL_HEAD_BYTES)  # the head is copied with the first slab
-            for begin in cutlass.range(0, blocks, self.slab, unroll=1):
-                count = cutlass.min(blocks - begin, self.slab) * PANEL_BLOCK_BYTES + head
+            if begin > 0:
+                source += PANEL_HEAD_BYTES + begin * (self.slab * PANEL_BLOCK_BYTES)
+                head = Int32(0)
+            for block in cutlass.range(begin * self.slab, cutlass.min(stop * self.slab, blocks), self.slab, unroll=1):
+                count = cutlass.min(blocks - block, self.slab) * PANEL_BLOCK_BYTES + head
                 call.pipe.acquire(at)
                 if cute.arch.lane_idx() == 0:
                     call.items[at.stage] = item
@@ -246,10 +262,11 @@ class Stream(Schedule, Consumers):
                 source += count
                 head = Int32(0)
                 at = advance(at, self.stages)
-            # Pad with empty stages, so that each warpgroup gets the same number of stages of a panel.
-            for _ in cutlass.range((GROUPS - (blocks + self.slab - 1) // self.slab % GROUPS) % GROUPS, unroll=1):
+            # Pad with empty stages, so that each warpgroup gets the same number of stages of an item.
+            for _ in cutlass.range((GROUPS - (stop - begin) % GROUPS) % GROUPS, unroll=1):
                 at = self.tell_one(call, at, item)
-            left -= 1
+            left -= stop - begin
+            begin = Int32(0)
             panel += 1
             if panel == items and left > 0:
                 panel = Int32(0)

@@ -53,11 +53,14 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
     entry_of,
     index_of,
     is_ahead,
+    is_head,
     is_last,
+    is_tail,
     kind_of,
     pair_of,
     panel_of,
     rows_of,
+    split_of,
 )
 
 CONSUMING = 1  # the named barrier of the MMA warps
@@ -137,7 +140,7 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, item: Int32, factors: cute.Tensor):
-        """Computes this warpgroup's partial sums of a panel, and stores them in a buffer. Returns the next position in the ring
+        """Computes this warpgroup's partial sums of an item, and stores them in a buffer. Returns the next position in the ring
         buffer.
         """
         lane = cute.arch.lane_idx()
@@ -147,11 +150,23 @@ class Consumers(ExactDotProducts):
         blocks = cutlass.select_(kind == END, Int32(0), blocks)
         sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # accumulators of both rows of a lane
         sums.fill(0.0)
-        slab = Int32(0)
+        begin = Int32(0)
+        joins = Boolean(False)
+        received = cute.make_rmem_tensor((4 * self.tiles,), Uint32)
+        if const_expr(self.splits):
+            joins = is_head(item) & (group == 0)
+            if is_head(item):
+                blocks = split_of(item) * self.slab
+            else:
+                begin = split_of(item)
+            received.fill(0)
+            if joins:
+                self.load_sums(call, item, strip, received)
+        slab = begin
         head = Uint32(0)
         first_slab = group * self.slab
         while slab * self.slab < cutlass.max(blocks, 1):
-            if slab > 0:
+            if slab > begin:
                 call.pipe.wait(at)
             stage_at = call.ring + at.stage * self.config.stage_bytes
             if slab == 0 and group == 0:
@@ -172,11 +187,18 @@ class Consumers(ExactDotProducts):
             self.release(call, at)
             at = skip(at, GROUPS, self.stages)
             slab += GROUPS
+        if const_expr(self.splits):
+            if joins:
+                self.await_sums(call, item, strip, received)
         call.partial.acquire(to)
         sums_at = call.sums + ((to.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + lane * 8
         for tile in cutlass.range_constexpr(self.tiles):
             # Multiply in this order. Sums are about 2^60, so a row factor above 2^67, if applied first, would make them infinite.
-            store_floats("shared", sums_at + tile * 256, [sums[tile, row] * SUM_FACTOR * factors[tile] for row in range(2)])
+            results = [sums[tile, row] * SUM_FACTOR * factors[tile] for row in range(2)]
+            if const_expr(self.splits):
+                # Without a second part, the received words are zeros.
+                results = [results[row] + as_float(received[4 * tile + 2 * row]) for row in range(2)]
+            store_floats("shared", sums_at + tile * 256, results)
         if group == 0:
             shared_int(call.heads + (to.stage * PANEL_STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
             if warp == 0 and lane == 0:
@@ -279,7 +301,11 @@ class Consumers(ExactDotProducts):
                 cute.arch.sync_warp()
                 if lane == 0:
                     call.partial.empty.arrive(at)
-                done += 1
+                if const_expr(self.splits):
+                    # The second part of a panel is finished by the CTA that has the first part.
+                    done += cutlass.select_(is_tail(item), Int32(0), Int32(1))
+                else:
+                    done += 1
                 if is_last(item):
                     if lane == 0:
                         flag = cutlass.select_(kind == W13, READY + index_of(item), Int32(DONE))
@@ -324,7 +350,12 @@ class Consumers(ExactDotProducts):
         layer = call.layer
         whole = panel_of(item) * PANEL_STRIPS + strip
         first = kind_of(item) == W13
-        if whole < cutlass.select_(first, layer.w13_strips, layer.w2_strips):
+        finishes = whole < cutlass.select_(first, layer.w13_strips, layer.w2_strips)
+        if const_expr(self.splits):
+            if is_tail(item):
+                finishes = Boolean(False)
+                self.send_sums(call, at, item, strip)
+        if finishes:
             head_at = call.heads + (at.stage * PANEL_STRIPS + strip) * HEAD_BYTES + lane // 4 * 4
             heads = [as_float(load_words("shared", head_at + each * 32, 1)) for each in range(4)]
             for tile in cutlass.range_constexpr(self.tiles):
@@ -353,12 +384,7 @@ class Consumers(ExactDotProducts):
         layer = call.layer
         whole = panel_of(item) * PANEL_STRIPS + strip
         first = kind_of(item) == W13
-        sums_at = call.sums + (at.stage * GROUPS * PANEL_STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
-        upper, lower = Float32(0.0), Float32(0.0)
-        for group in cutlass.range_constexpr(GROUPS):
-            part = load_floats("shared", sums_at + group * (PANEL_STRIPS * self.tiles * 256), 2)
-            upper += part[0]
-            lower += part[1]
+        upper, lower = self.sum_of_groups(call, at, strip, lane, tile)
         if const_expr(not self.config.rounded):  # fp8 represents rounded rows exactly
             if cute.arch.vote_any_sync(beyond[tile] != 0):
                 for column in cutlass.range(4, unroll=1):
@@ -384,6 +410,15 @@ class Consumers(ExactDotProducts):
                 place = Int64(pair) * layer.hidden + whole * 16 + lane // 4
                 to[place] = upper * weights[tile]
                 to[place + 8] = lower * weights[tile]
+
+    def sum_of_groups(self, call: Call, at: Any, strip: Int32, lane: Int32, tile: int) -> list:
+        """Returns the sums of a lane's two rows of a strip over the warpgroups, for four pairs."""
+        sums_at = call.sums + (at.stage * GROUPS * PANEL_STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
+        total = [Float32(0.0), Float32(0.0)]
+        for group in range(GROUPS):
+            part = load_floats("shared", sums_at + group * (PANEL_STRIPS * self.tiles * 256), 2)
+            total = [total[row] + part[row] for row in range(2)]
+        return total
 
     @cute.jit
     def activate(self, call: Call, gate: Float32, up: Float32) -> Float32:

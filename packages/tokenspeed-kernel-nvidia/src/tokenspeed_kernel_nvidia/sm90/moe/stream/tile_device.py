@@ -1,9 +1,12 @@
 """Types shared by all warps of `kernel_device`: the call's arguments, entries, and items.
 
 An *entry* is some pairs of one expert, at most as many as are computed at once. They share one read of the weights. An *item* is a
-work item: one panel for one entry. Items of w13 and w2 are divided into *ranges*. CTAs take ranges from a global counter, all
-ranges of w13 before any of w2. So a CTA waits only for CTAs that are already running, whatever the number of CTAs. At the end each
-CTA writes a part of the output. No other CTA waits for this part.
+work item: one panel, or some slabs of a panel, for one entry. Items of w13 and w2 are divided into *ranges*. CTAs take ranges from a
+global counter, all ranges of w13 before any of w2. So a CTA waits only for CTAs that are already running, whatever the number of
+CTAs. At the end each CTA writes a part of the output. No other CTA waits for this part.
+
+A kernel whose CTAs all run at once may split a panel between two consecutive ranges (stream-K). The CTA with the panel's last slabs
+computes them first, and sends its partial sums to the CTA with the panel's first slabs, which computes those last.
 """
 
 # mypy: ignore-errors
@@ -23,7 +26,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, M
 TICKET, DONE, LEFT, READY = 0, 1, 2, COUNTERS
 # Kinds of stages: slabs of the two GEMMs, the request to write the output, and the end.
 W13, W2, COMBINE, END = range(4)
-_LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _INDEX_BIT = 2, 3, 4, 15
+_LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _INDEX_BIT, _SLAB_BIT, _HEAD_BIT = 2, 3, 4, 15, 24, 30
 _EXPERT_BITS, _FIRST_BITS = 9, 11
 ENTRIES = 0  # index of the number of entries in `sizes`
 ROWS_AT_ONCE = 2  # rows that are prepared at once
@@ -152,9 +155,17 @@ def beyond_bit(item: Int32) -> Int32:
     return Int32(MAX_PAIRS) << kind_of(item)
 
 
-def item_code(kind: Any, entry: Any = 0, place: Any = 0, last: Any = 0) -> Int32:
-    """Packs an item into an int32. ``last`` is 1 for the last item of an entry in its range."""
-    return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _INDEX_BIT
+def item_code(kind: Any, entry: Any = 0, place: Any = 0, last: Any = 0, slab: Any = 0, is_head: Any = 0) -> Int32:
+    """Packs an item into an int32.
+
+    Args:
+        place: the index of the panel.
+        last: 1 for the last item of an entry in its range.
+        slab: the first slab of the second part of a split panel; 0: the panel is not split.
+        is_head: of a split panel, 1 for the first part, 0 for the second.
+    """
+    part = Int32(slab) << _SLAB_BIT | Int32(is_head) << _HEAD_BIT
+    return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _INDEX_BIT | part
 
 
 def kind_of(item: Int32) -> Int32:
@@ -186,7 +197,22 @@ def index_of(item: Int32) -> Int32:
 
 def panel_of(item: Int32) -> Int32:
     """Returns the index of an item's panel within the panels of its expert."""
-    return item >> _INDEX_BIT
+    return item >> _INDEX_BIT & ((1 << (_SLAB_BIT - _INDEX_BIT)) - 1)
+
+
+def split_of(item: Int32) -> Int32:
+    """Returns the first slab of the second part of an item's panel, or 0 if the panel is not split."""
+    return item >> _SLAB_BIT & ((1 << (_HEAD_BIT - _SLAB_BIT)) - 1)
+
+
+def is_head(item: Int32) -> Any:
+    """Whether an item is the first part of a split panel."""
+    return (item >> _HEAD_BIT & 1) == 1
+
+
+def is_tail(item: Int32) -> Any:
+    """Whether an item is the second part of a split panel."""
+    return (split_of(item) > 0) & (item >> _HEAD_BIT & 1 == 0)
 
 
 def rows_of(item: Int32) -> Int32:
@@ -196,6 +222,8 @@ def rows_of(item: Int32) -> Int32:
 
 class Shapes:
     """The sizes that follow from a configuration, and the shared memory."""
+
+    splits = False  # whether panels are split between CTAs
 
     def __init__(self, config: Config) -> None:
         self.config = config
