@@ -6,8 +6,9 @@ also needs all SMs at once must not run beside this one, unless both are coopera
 
 * a CTA's producer warp waits for its own CTA only: for empty stages, and for the lists of pairs;
 * a CTA's MMA warps process stages in the order in which the producer fills them: qkv, projection, w13, w2, and the output. They
-  wait for other CTAs' words or counters of an earlier step in this order, never for a later step. The epilogue warps wait for no
-  other CTA;
+  wait for other CTAs' words or counters of an earlier step in this order, never for a later step;
+* the epilogue warps wait for another CTA only at the last panel of w13 or of w2, if it is split. They wait for the sums of the next
+  CTA's first panel of the same GEMM. For these sums that CTA needs only earlier steps;
 * a step needs the ring buffer only for its own stages. The producer runs ahead of the steps, never the other way round.
 
 So the earliest unfinished step of all CTAs always proceeds. Waits for other CTAs also give up after a number of polls, see
@@ -155,8 +156,8 @@ class Persistent(Route):
             slot_words, table_pitch, page_size, kv_heads, group, split_bits, scale,
         )  # fmt: skip
         given = Given(
-            table, residual.iterator.toint(), out.iterator.toint(), head, outputs, totals, logits, activated, slots, sent, tokens, width,
-            layers, polls, eps, layer, attention,
+            table, residual.iterator.toint(), out.iterator.toint(), head, outputs, totals, logits, activated, slots, sent, tokens,
+            width, layers, polls, eps, layer, attention,
         )  # fmt: skip
         self.run(given).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=not self.config.cooperative,

@@ -2,7 +2,7 @@
 
 The slabs of all panels of a GEMM are divided evenly among the CTAs (stream-K). So a CTA begins and ends within a panel. It computes
 the last slabs of its first panel first, and sends their sums as tagged numbers to the preceding CTA, which has the panel's first
-slabs. That CTA computes them last, so it rarely waits. Its first warpgroup adds the sums that it receives to its own.
+slabs. That CTA computes them last, so its epilogue warps, which add the sums, rarely wait.
 """
 
 # mypy: ignore-errors
@@ -16,9 +16,14 @@ from cutlass import Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_number, store_number
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, store_floats
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import Exchange
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import LAST_TAG, LayerCall
-from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import is_head, kind_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import FINISH_WARP, FINISHERS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import as_float
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import kind_of
+
+_STRIPS = PANEL_STRIPS // FINISHERS  # strips of an epilogue warp
 
 
 class Split(Exchange):
@@ -44,45 +49,64 @@ class Split(Exchange):
         """Returns the tag of a layer's numbers. The tag has 32 bits, because not every number is written in every layer."""
         return call.kept[LAST_TAG] + 2 + call.index
 
-    def sums_at(self, call: LayerCall, item: Int32, strip: Int32, tile: int) -> Int64:
-        """Returns the address of this lane's two numbers. ``item``: a part of a split panel."""
-        cta, _, _ = cute.arch.block_idx()
+    def sent_at(self, call: LayerCall, kind: Int32, cta: Int32, strip: Int32, tile: int) -> Int64:
+        """Returns the address of this lane's two numbers. ``cta``: the CTA that sends them."""
         ctas, _, _ = cute.arch.grid_dim()
-        sender = kind_of(item) * ctas + cutlass.select_(is_head(item), cta + 1, cta)
-        return call.given.sent + Int64(((sender * PANEL_STRIPS + strip) * self.tiles + tile) * 32 + cute.arch.lane_idx()) * 16
+        place = ((kind * ctas + cta) * PANEL_STRIPS + strip) * self.tiles + tile
+        return call.given.sent + Int64(place * 32 + cute.arch.lane_idx()) * 16
 
     @cute.jit
     def send_sums(self, call: LayerCall, at: Any, item: Int32, strip: Int32):
         """Sends the sums of a strip. ``at``: the position in the buffers of partial sums."""
+        cta, _, _ = cute.arch.block_idx()
         tag = self.tag_of_sums(call)
         for tile in cutlass.range_constexpr(self.tiles):
-            to = self.sums_at(call, item, strip, tile)
+            to = self.sent_at(call, kind_of(item), cta, strip, tile)
             for row, total in enumerate(self.sum_of_groups(call, at, strip, cute.arch.lane_idx(), tile)):
                 store_number(to + 8 * row, total, tag)
 
     @cute.jit
-    def load_sums(self, call: LayerCall, item: Int32, strip: Int32, words: cute.Tensor):
-        """Loads the two numbers of each tile, four words, which may not have been sent yet."""
-        for tile in cutlass.range_constexpr(self.tiles):
-            for index, word in enumerate(load_number(self.sums_at(call, item, strip, tile))):
-                words[4 * tile + index] = word
+    def load_sums(self, call: LayerCall, warp: Int32, kind: Int32, words: cute.Tensor):
+        """Loads the numbers that the next CTA sends for this warp's strips. They may not have been sent yet."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        sender = cutlass.min(cta + 1, ctas - 1)
+        for each in cutlass.range_constexpr(_STRIPS):
+            for tile in cutlass.range_constexpr(self.tiles):
+                at = self.sent_at(call, kind, sender, strip_of(warp, each), tile)
+                for index, word in enumerate(load_number(at)):
+                    words[(each * self.tiles + tile) * 4 + index] = word
 
     @cute.jit
-    def await_sums(self, call: LayerCall, item: Int32, strip: Int32, words: cute.Tensor):
-        """Loads the numbers again and again until all have been sent. ``words``: from `load_sums`."""
+    def join_sums(self, call: LayerCall, at: Any, warp: Int32, item: Int32, words: cute.Tensor):
+        """Adds the numbers that the next CTA sends to this CTA's partial sums. ``words``: the numbers from `load_sums`, which are
+        loaded again until all have been sent. An epilogue warp calls this method."""
+        lane = cute.arch.lane_idx()
         tag = self.tag_of_sums(call)
         left = self.polls_of(call)
-        missing = self.missing(words, tag)
+        missing = missing_tags(words, tag)
         while (missing != 0) & (left > 0):
-            self.load_sums(call, item, strip, words)
-            missing = self.missing(words, tag)
+            self.load_sums(call, warp, kind_of(item), words)
+            missing = missing_tags(words, tag)
             left -= 1
         if missing != 0:
             self.give_up(call)
+        for each in cutlass.range_constexpr(_STRIPS):
+            for tile in cutlass.range_constexpr(self.tiles):
+                to = self.sums_at(call, at, 0, strip_of(warp, each), lane, tile)
+                own = load_floats("shared", to, 2)
+                index = (each * self.tiles + tile) * 4
+                store_floats("shared", to, [own[row] + as_float(words[index + 2 * row]) for row in range(2)])
 
-    def missing(self, words: cute.Tensor, tag: Int32) -> Int32:
-        """Returns 0 if all numbers have the tag."""
-        found = Int32(0)
-        for tile in range(self.tiles):
-            found |= (Int32(words[4 * tile + 1]) ^ tag) | (Int32(words[4 * tile + 3]) ^ tag)
-        return found
+
+def strip_of(warp: Int32, each: int) -> Int32:
+    """Returns the index of an epilogue warp's strip."""
+    return warp - FINISH_WARP + each * FINISHERS
+
+
+def missing_tags(words: cute.Tensor, tag: Int32) -> Int32:
+    """Returns 0 if all numbers have the tag."""
+    found = Int32(0)
+    for index in range(1, cute.size(words), 2):
+        found |= Int32(words[index]) ^ tag
+    return found

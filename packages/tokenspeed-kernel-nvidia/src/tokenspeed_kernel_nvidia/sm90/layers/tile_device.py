@@ -100,7 +100,7 @@ class Given:
         totals: tagged words ``[tokens, hidden]``: projection plus input.
         logits: tagged words ``[tokens, experts]``.
         activated, slots: the results of the experts' first GEMM, and the weighted results of the second, as in `stream`.
-        sent: tagged numbers ``[2, ctas, PANEL_STRIPS, tiles, 32, 2]``: the sums that a CTA sends, for each GEMM, see `split_device`.
+        sent: tagged numbers ``[2, ctas, PANEL_STRIPS, tiles, 32, 2]``: the sums that CTAs send in each GEMM, see `split_device`.
         tokens, width, layers: the numbers of tokens, of the projection's input features, and of layers.
         polls: how often a warp polls before it gives up and sets the error flag.
         eps: added to the mean square.

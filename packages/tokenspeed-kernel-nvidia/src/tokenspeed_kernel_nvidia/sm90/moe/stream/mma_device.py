@@ -151,17 +151,11 @@ class Consumers(ExactDotProducts):
         sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # accumulators of both rows of a lane
         sums.fill(0.0)
         begin = Int32(0)
-        joins = Boolean(False)
-        received = cute.make_rmem_tensor((4 * self.tiles,), Uint32)
         if const_expr(self.splits):
-            joins = is_head(item) & (group == 0)
             if is_head(item):
                 blocks = split_of(item) * self.slab
             else:
                 begin = split_of(item)
-            received.fill(0)
-            if joins:
-                self.load_sums(call, item, strip, received)
         slab = begin
         head = Uint32(0)
         first_slab = group * self.slab
@@ -187,18 +181,11 @@ class Consumers(ExactDotProducts):
             self.release(call, at)
             at = skip(at, GROUPS, self.stages)
             slab += GROUPS
-        if const_expr(self.splits):
-            if joins:
-                self.await_sums(call, item, strip, received)
         call.partial.acquire(to)
-        sums_at = call.sums + ((to.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + lane * 8
         for tile in cutlass.range_constexpr(self.tiles):
             # Multiply in this order. Sums are about 2^60, so a row factor above 2^67, if applied first, would make them infinite.
             results = [sums[tile, row] * SUM_FACTOR * factors[tile] for row in range(2)]
-            if const_expr(self.splits):
-                # Without a second part, the received words are zeros.
-                results = [results[row] + as_float(received[4 * tile + 2 * row]) for row in range(2)]
-            store_floats("shared", sums_at + tile * 256, results)
+            store_floats("shared", self.sums_at(call, to, group, strip, lane, tile), results)
         if group == 0:
             shared_int(call.heads + (to.stage * PANEL_STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
             if warp == 0 and lane == 0:
@@ -285,6 +272,8 @@ class Consumers(ExactDotProducts):
         pairs.fill(-1)
         beyond.fill(0)
         weights.fill(0.0)
+        received = cute.make_rmem_tensor((PANEL_STRIPS // FINISHERS * self.tiles * 4,), Uint32)
+        received.fill(0)
         known, done = Int32(-1), Int32(0)
         item = Int32(0)
         kind = Int32(COMBINE)
@@ -296,6 +285,9 @@ class Consumers(ExactDotProducts):
                 if rows_of(item) != known:
                     known = rows_of(item)
                     self.load_pairs(call, item, pairs, beyond, weights)
+                if const_expr(self.splits):
+                    if is_head(item):
+                        self.join_sums(call, at, warp, item, received)
                 for strip in cutlass.range(warp - FINISH_WARP, PANEL_STRIPS, FINISHERS, unroll=1):
                     self.finish_strip(call, at, item, strip, lane, pairs, beyond, weights)
                 cute.arch.sync_warp()
@@ -304,6 +296,8 @@ class Consumers(ExactDotProducts):
                 if const_expr(self.splits):
                     # The second part of a panel is finished by the CTA that has the first part.
                     done += cutlass.select_(is_tail(item), Int32(0), Int32(1))
+                    # For the first part of a panel, which is the last item of its GEMM in this CTA.
+                    self.load_sums(call, warp, kind, received)
                 else:
                     done += 1
                 if is_last(item):
@@ -413,12 +407,15 @@ class Consumers(ExactDotProducts):
 
     def sum_of_groups(self, call: Call, at: Any, strip: Int32, lane: Int32, tile: int) -> list:
         """Returns the sums of a lane's two rows of a strip over the warpgroups, for four pairs."""
-        sums_at = call.sums + (at.stage * GROUPS * PANEL_STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
         total = [Float32(0.0), Float32(0.0)]
         for group in range(GROUPS):
-            part = load_floats("shared", sums_at + group * (PANEL_STRIPS * self.tiles * 256), 2)
+            part = load_floats("shared", self.sums_at(call, at, group, strip, lane, tile), 2)
             total = [total[row] + part[row] for row in range(2)]
         return total
+
+    def sums_at(self, call: Call, at: Any, group: Any, strip: Int32, lane: Int32, tile: int) -> Int32:
+        """Returns the shared-memory address of a lane's partial sums of two rows. ``at``: the position among the buffers."""
+        return call.sums + ((at.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
 
     @cute.jit
     def activate(self, call: Call, gate: Float32, up: Float32) -> Float32:

@@ -1,8 +1,8 @@
 """Types shared by all warps of `kernel_device`: the call's arguments, entries, and items.
 
 An *entry* is some pairs of one expert, at most as many as are computed at once. They share one read of the weights. An *item* is a
-work item: one panel, or some slabs of a panel, for one entry. Items of w13 and w2 are divided into *ranges*. CTAs take ranges from a
-global counter, all ranges of w13 before any of w2. So a CTA waits only for CTAs that are already running, whatever the number of
+work item: one panel, or some slabs of a panel, for one entry. Items of w13 and w2 are divided into *ranges*. CTAs take ranges from
+a global counter, all ranges of w13 before any of w2. So a CTA waits only for CTAs that are already running, whatever the number of
 CTAs. At the end each CTA writes a part of the output. No other CTA waits for this part.
 
 A kernel whose CTAs all run at once may split a panel between two consecutive ranges (stream-K). The CTA with the panel's last slabs
