@@ -16,7 +16,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     EXCHANGES,
     HEAD_DIM,
     OTHER_BYTES,
-    PART_PITCH,
+    PART_BYTES,
     PARTIALS,
     PRODUCED,
     QKV,
@@ -269,7 +269,7 @@ def test_shared_memory() -> None:
         assert used + config.stages * config.stage_bytes <= SHARED_BYTES
         assert config.stages >= GROUPS
         assert config.stages % GROUPS == 0
-        assert config.stage_bytes >= TILE * PART_PITCH
+        assert config.stage_bytes >= TILE * PART_BYTES
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ EXPERTS = 128  # maximum number of experts: four logits for each lane of a warp
 PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
 TILE = 8  # rows of dense weights in a ring stage: the MMA's n
 TILES = 5  # maximum number of tiles per CTA: 5120 rows of qkv on 132 SMs are 39 rows per CTA, five tiles of 8
-PART_BYTES = 1024  # bytes of a row of dense weights in a ring stage: 256 for each warp of a warpgroup
-# Row pitches of stages and activations are an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
-PART_PITCH = PART_BYTES + 64
+PART_BYTES = 1024  # bytes of a row of dense weights in a ring stage: 256 for each warp of a warpgroup; see `layout`
+# The row pitch of activations is an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
 WIDTH_PITCH = 2 * WIDTH + 64
 ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 features takes 5760
 MOST_LAYERS = 48  # of a launch

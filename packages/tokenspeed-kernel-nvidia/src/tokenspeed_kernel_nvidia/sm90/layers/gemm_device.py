@@ -20,7 +20,7 @@ from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import skip
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, mma_m16n8k16, store_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import QUAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import load_words_if
-from tokenspeed_kernel_nvidia.sm90.layers.config import PART_BYTES, PART_PITCH, TILE, WIDTH_PITCH
+from tokenspeed_kernel_nvidia.sm90.layers.config import PART_BYTES, TILE, WIDTH_PITCH
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, value_of, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.split_device import Split
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import LayerCall
@@ -100,22 +100,24 @@ class Gemm(Split):
         # Lanes without a token load nothing: for few tokens, shared memory is read mostly for the weights.
         live = lane // 4 < call.tokens
         tokens_at = call.attended_at + cutlass.min(lane // 4, call.tokens - 1) * WIDTH_PITCH + inside
-        rows_at = call.ring + lane // 4 * PART_PITCH + inside
+        row = lane // 4
         sums = cute.make_rmem_tensor((_LOADS, 4), Float32)
         for tile in cutlass.range(tiles, unroll=1):
             sums.fill(0.0)
             part = (group + 2 * (tile * parts)) % GROUPS  # the first part that this warpgroup computes
             while part < parts:
                 call.pipe.wait(at)
-                left_at, right_at = tokens_at + part * PART_BYTES, rows_at + at.stage * self.config.stage_bytes
-                left_bytes = row_bytes - part * PART_BYTES - own  # of the rows, from this warp's quarter on
+                left_at = tokens_at + part * PART_BYTES
+                size = cutlass.min(row_bytes - part * PART_BYTES, PART_BYTES)  # of a row
+                right_at = call.ring + at.stage * self.config.stage_bytes + row * size + inside
+                swap = (row & 1) * cutlass.select_(size % (2 * QUAD_BYTES) == 0, Int32(QUAD_BYTES), Int32(0))
                 # Without a branch for each chunk, all chunks' loads are issued together.
-                if left_bytes >= _LOADS * QUAD_BYTES:
-                    self.multiply_chunks(sums, left_at, right_at, range(_LOADS), live)
+                if size - own >= _LOADS * QUAD_BYTES:
+                    self.multiply_chunks(sums, left_at, right_at, swap, range(_LOADS), live)
                 else:
                     for each in cutlass.range_constexpr(_LOADS - 1):
-                        if each * QUAD_BYTES < left_bytes:
-                            self.multiply_chunks(sums, left_at, right_at, [each], live)
+                        if each * QUAD_BYTES < size - own:
+                            self.multiply_chunks(sums, left_at, right_at, swap, [each], live)
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 part += GROUPS
@@ -131,10 +133,16 @@ class Gemm(Split):
             at = skip(at, GROUPS, self.stages)
         return at
 
-    def multiply_chunks(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, chunks: Any, live: Boolean) -> None:
-        """Adds the MMAs of some 64-byte chunks of rows. ``live``: whether this lane has a token."""
+    def multiply_chunks(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, swap: Int32, chunks: Any, live: Boolean) -> None:
+        """Adds the MMAs of some 64-byte chunks of rows.
+
+        Args:
+            swap: 64 if the two chunks of each 128 bytes of this lane's row of weights are swapped, else 0.
+            live: whether this lane has a token.
+        """
         left = [load_words_if(left_at + each * QUAD_BYTES, live, "shared") for each in chunks]
-        right = [[*load_words("shared", right_at + each * QUAD_BYTES, 4)] for each in chunks]
+        places = (right_at + swap, right_at - swap)  # of even and of odd chunks
+        right = [[*load_words("shared", places[each % 2] + each * QUAD_BYTES, 4)] for each in chunks]
         for half in range(2):
             for index, each in enumerate(chunks):
                 operand = (left[index][2 * half], Uint32(0), left[index][2 * half + 1], Uint32(0))

@@ -39,7 +39,6 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     LEFT,
     OUT,
     PART_BYTES,
-    PART_PITCH,
     TAG,
     TILE,
     Config,
@@ -290,8 +289,8 @@ class Persistent(Route):
     def load_tiles(
         self, call: LayerCall, at: Any, column: cutlass.Constexpr[int], first_row: Int32, row_count: Int32, row_bytes: Int32
     ):
-        """Streams this CTA's rows of dense weights. ``column``: of the table of layers. Returns the next position in the ring
-        buffer."""
+        """Streams this CTA's rows of dense weights, which have the layout of `layout`. ``column``: of the table of layers. Returns
+        the next position in the ring buffer."""
         first = call.address(column) + Int64(first_row) * row_bytes
         stages = Int32(0)
         for tile in cutlass.range(0, row_count, TILE, unroll=1):
@@ -302,14 +301,10 @@ class Persistent(Route):
                     # The ring buffer is full until MMA warps begin with these weights. Memory is idle meanwhile.
                     self.prefetch_rows(first + Int64(tile) * row_bytes, (row_count - tile) * row_bytes)
                 call.pipe.acquire(at)
-                # One row for each lane: a single lane would need longer to issue the copies than memory to deliver them.
-                row = cute.arch.lane_idx()
-                if row == 0:
+                if cute.arch.lane_idx() == 0:
                     call.pipe.commit(at, count * size)
-                if row < count:
-                    to = call.ring + at.stage * self.config.stage_bytes + row * PART_PITCH
-                    from_ = first + Int64(tile + row) * row_bytes + part
-                    bulk_load(to, from_, size, call.pipe.full.of(at).toint())
+                    to, source = call.ring + at.stage * self.config.stage_bytes, first + (tile * row_bytes + part * count)
+                    bulk_load(to, source, count * size, call.pipe.full.of(at).toint())
                 at = advance(at, self.stages)
                 stages += 1
         for _ in cutlass.range((GROUPS - stages % GROUPS) % GROUPS, unroll=1):

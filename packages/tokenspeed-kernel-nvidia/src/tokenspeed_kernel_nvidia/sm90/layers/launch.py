@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     config_of,
     every_config,
 )
+from tokenspeed_kernel_nvidia.sm90.layers.layout import arranged
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
@@ -88,6 +89,10 @@ class LayerWeights:
     router_bias: Tensor
     experts: MoEWeights
 
+    def arranged(self, ctas: int) -> LayerWeights:
+        """Returns these weights with copies of the weights of qkv and of the projection, in the layout of `layout`."""
+        return replace(self, qkv=arranged(self.qkv, ctas), projection=arranged(self.projection, ctas))
+
     def row(self, k_cache: Tensor, v_cache: Tensor) -> list[int]:
         """Returns the layer's row of the kernel's table of layers."""
         before = (self.input_norm, self.qkv, self.qkv_bias, self.sinks, k_cache, v_cache)
@@ -99,6 +104,8 @@ class LayerWeights:
 
 class PersistentLayers:
     """Some layers' weights and caches, and the memory that their launches share. Launches of one object must not overlap.
+
+    The object has its own copies of the weights of qkv and of the projection, in the layout of `layout`.
 
     Args:
         weights: each layer's weights.
@@ -147,6 +154,7 @@ class PersistentLayers:
         if page_size % KEYS or head_dim != HEAD_DIM:
             raise ValueError(f"persistent layers: pages must be a multiple of {KEYS} by 64, got {page_size} by {head_dim}")
         hidden, pairs, width = plan.hidden_size, tokens * plan.top_k, heads * HEAD_DIM
+        weights = [layer.arranged(self.ctas) for layer in weights]
         self._weights, self._caches, self._table_of_angles = tuple(weights), tuple(caches), table
         self._shape = tokens, hidden
         self._program = persistent_program(config)
