@@ -4,7 +4,7 @@ The keys of a token and a key head are divided among ``splits`` CTAs. Each of a 
 with an online softmax. Scores are ``queries @ keys``: the query heads of the key head are the MMA's rows, and keys its columns. So
 the scores of a lane are the operand of the second MMA, whose columns are elements of values. Tiles are aligned to 16 keys, so a
 tile lies in one page. Keys and values go directly from global memory into registers. The first tile's loads begin before the
-queries are known.
+queries are known; its values go through shared memory, because registers do not suffice.
 
 The CTA adds its warps' results, and stores a partial result for each head as tagged numbers: sums of values, the maximum of the
 scores, and the sum of the exponentials. Each of the ``splits`` CTAs then combines a part of the head's elements, with the sink.
@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_number, load_words, store_number, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece, load_number, load_words, store_number, store_words_shared
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     load_floats,
     load_int,
@@ -46,7 +46,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     SPLITS,
     WARP_BYTES,
 )
-from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, store_tagged, value_of
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, store_tagged, value_of, warp_max, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.qkv_device import Qkv
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     HEAD,
@@ -68,6 +68,8 @@ _K_AT = GROUP_HEADS * Q_PITCH  # offsets in the memory of attention: the new key
 _V_AT = _K_AT + 2 * HEAD_DIM
 _WARPS_AT = _V_AT + 2 * HEAD_DIM
 _MAXIMA = 4 * GROUP_HEADS * HEAD_DIM  # offset in a warp's results: the heads' maxima, then their sums
+_COPY_BYTES = 512  # bytes of values that a warp copies at once
+_ADDED_AT_ONCE = 4  # warps whose results are loaded at once; a divisor of the number of warps
 _COMBINERS = 4  # warps that combine the splits' results
 
 
@@ -145,13 +147,12 @@ class Attend(Qkv):
         if tile < end:
             page_at = self.known_page_of(call, warp, token, tile, kind)
             self.load_keys(call, k, page_at, head, tile, first, length - 1, lane)
+            self.copy_values(call, warp, page_at, head, tile, first, length - 1, lane)
         # Only the CTA whose keys include the new one stores it.
         self.load_queries(call, token, head, (begin < length) & (end == length))
         self.synchronise()
-        # Loaded earlier, values would be spilled while the queries are rotated.
         if tile < end:
-            page_at = self.known_page_of(call, warp, token, tile, kind)
-            self.load_values(call, v, page_at, head, tile, first, length - 1, lane)
+            self.take_values(call, warp, v, lane)
         sums = cute.make_rmem_tensor((16,), Float32)  # of a head: elements 16 (lane % 4) to 16 (lane % 4) + 15
         sums.fill(0.0)
         largest, total = Float32(_NONE), Float32(0.0)
@@ -244,6 +245,31 @@ class Attend(Qkv):
             words = load_words_if(base + Int64(row) * attention.token_pitch * 2, cached)
             for number in cutlass.range_constexpr(4):
                 v[4 * each + number] = words[number]
+
+    @cute.jit
+    def copy_values(
+        self, call: LayerCall, warp: Int32, page_at: Int64, head: Int32, tile: Int32, first: Int32, newest: Int32, lane: Int32
+    ):
+        """Starts to copy the values that `load_values` would load to the memory of the warp's results, which is free until then."""
+        attention = call.given.attention
+        base = call.address(V_CACHE) + (page_at + Int64(head) * attention.head_pitch) * 2 + lane // 4 * 16
+        to = call.rows + _WARPS_AT + warp * WARP_BYTES + lane * 16
+        for each in cutlass.range_constexpr(4):
+            row = each // 2 * 8 + lane % 4 * 2 + each % 2
+            cached = (tile + row >= first) & (tile + row < newest)
+            count = cutlass.select_(cached, Int32(16), Int32(0))
+            copy_piece(to, each * _COPY_BYTES, base + Int64(row) * attention.token_pitch * 2, count)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def take_values(self, call: LayerCall, warp: Int32, v: cute.Tensor, lane: Int32):
+        """Waits for this lane's copies of `copy_values`, and loads them into registers."""
+        cute.arch.cp_async_wait_group(0)
+        source = call.rows + _WARPS_AT + warp * WARP_BYTES + lane * 16
+        for each in cutlass.range_constexpr(4):
+            for number, word in enumerate(load_words("shared", source + each * _COPY_BYTES, 4)):
+                v[4 * each + number] = word
+        cute.arch.sync_warp()  # before other lanes store results there
 
     @cute.jit
     def patch_keys(self, call: LayerCall, k: cute.Tensor, tile: Int32, newest: Int32, lane: Int32):
@@ -364,23 +390,30 @@ class Attend(Qkv):
         warps = cutlass.min(tiles, MMA_WARPS)
         if row < attention.group:
             query = head * attention.group + row
-            largest = Float32(_NONE)
+            sink = Float32(_NONE)
             if whole:
-                largest = load_floats("global", call.address(SINKS) + Int64(query) * 4, 1) * LOG2_E
-            sink = largest
+                sink = load_floats("global", call.address(SINKS) + Int64(query) * 4, 1) * LOG2_E
             source = call.rows + _WARPS_AT
-            for each in cutlass.range(warps, unroll=1):
-                largest = cute.arch.fmax(largest, load_floats("shared", source + each * WARP_BYTES + _MAXIMA + row * 4, 1))
-            total, low, high = Float32(0.0), Float32(0.0), Float32(0.0)
+            # Each lane has the maximum and the sum of one warp.
+            lane = thread % 32
+            has_keys = lane < warps
+            own_at = source + cutlass.min(lane, MMA_WARPS - 1) * WARP_BYTES + _MAXIMA + row * 4
+            peak = cutlass.select_(has_keys, load_floats("shared", own_at, 1), Float32(_NONE))
+            total = load_floats("shared", own_at + GROUP_HEADS * 4, 1)
+            largest = cute.arch.fmax(warp_max(peak), sink)
+            factor = cutlass.select_(has_keys, exp2(peak - largest), Float32(0.0))
+            total = warp_sum(cutlass.select_(has_keys, total * factor, Float32(0.0)))
             if whole:
-                total = exp2(sink - largest)
-            for each in cutlass.range(warps, unroll=1):
-                at = source + each * WARP_BYTES
-                factor = exp2(load_floats("shared", at + _MAXIMA + row * 4, 1) - largest)
-                total += factor * load_floats("shared", at + _MAXIMA + (GROUP_HEADS + row) * 4, 1)
-                both = load_floats("shared", at + (row * HEAD_DIM + column) * 4, 2)
-                low += factor * both[0]
-                high += factor * both[1]
+                total += exp2(sink - largest)
+            low, high = Float32(0.0), Float32(0.0)
+            for begin in cutlass.range(0, warps, _ADDED_AT_ONCE, unroll=1):
+                for some in cutlass.range_constexpr(_ADDED_AT_ONCE):
+                    each = begin + some
+                    both = load_floats("shared", source + each * WARP_BYTES + (row * HEAD_DIM + column) * 4, 2)
+                    factor_of = cute.arch.shuffle_sync(factor, each)
+                    # What a warp without keys would have stored may be NaN.
+                    low += cutlass.select_(each < warps, both[0] * factor_of, Float32(0.0))
+                    high += cutlass.select_(each < warps, both[1] * factor_of, Float32(0.0))
             if whole:
                 inverse = 1.0 / total
                 to = attention.attended + Int64(token * call.given.width + query * HEAD_DIM + column) * 4

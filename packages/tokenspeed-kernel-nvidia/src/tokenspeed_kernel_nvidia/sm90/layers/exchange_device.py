@@ -155,3 +155,11 @@ def warp_sum(x: Float32) -> Float32:
     for power in cutlass.range_constexpr(5):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << power)
     return x
+
+
+@cute.jit
+def warp_max(x: Float32) -> Float32:
+    """Returns the maximum over all lanes."""
+    for power in cutlass.range_constexpr(5):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << power))
+    return x
