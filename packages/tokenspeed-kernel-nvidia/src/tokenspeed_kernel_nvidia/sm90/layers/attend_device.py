@@ -143,6 +143,9 @@ class Attend(Qkv):
         k.fill(0)
         v.fill(0)
         tile = begin + warp * KEYS
+        # Warp w adds the results of query head w.
+        query = head * attention.group + cutlass.min(warp, attention.group - 1)
+        sink = load_floats("global", call.address(SINKS) + Int64(query) * 4, 1)
         kind = cutlass.select_(first > 0, Int32(1), Int32(0))
         if tile < end:
             page_at = self.known_page_of(call, warp, token, tile, kind)
@@ -187,7 +190,7 @@ class Attend(Qkv):
         self.store_warp(call, warp, lane, sums, largest, quad_sum(total))
         self.synchronise()
         tiles = cutlass.max(end - begin + KEYS - 1, 0) // KEYS
-        self.store_results(call, call.kept[TOKEN], call.kept[HEAD], call.kept[SPLIT], tiles, whole)
+        self.store_results(call, call.kept[TOKEN], call.kept[HEAD], call.kept[SPLIT], tiles, whole, sink)
         # The attention's output will overwrite what the warps have stored.
         self.synchronise()
 
@@ -381,7 +384,7 @@ class Attend(Qkv):
             store_floats("shared", to + _MAXIMA + (GROUP_HEADS + lane // 4) * 4, [total])
 
     @cute.jit
-    def store_results(self, call: LayerCall, token: Int32, head: Int32, split: Int32, tiles: Int32, whole: Boolean):
+    def store_results(self, call: LayerCall, token: Int32, head: Int32, split: Int32, tiles: Int32, whole: Boolean, sink: Float32):
         """Adds the results of the warps that had a tile, two elements of a head per thread. Stores the CTA's partial result, or the
         attention's output if there are no other splits."""
         attention = call.given.attention
@@ -390,9 +393,7 @@ class Attend(Qkv):
         warps = cutlass.min(tiles, MMA_WARPS)
         if row < attention.group:
             query = head * attention.group + row
-            sink = Float32(_NONE)
-            if whole:
-                sink = load_floats("global", call.address(SINKS) + Int64(query) * 4, 1) * LOG2_E
+            sink = cutlass.select_(whole, sink * LOG2_E, Float32(_NONE))
             source = call.rows + _WARPS_AT
             # Each lane has the maximum and the sum of one warp.
             lane = thread % 32
