@@ -81,6 +81,17 @@ def skip(at: Cursor, step: cutlass.Constexpr[int], stages: cutlass.Constexpr[int
     return Cursor(stage, phase)
 
 
+@cute.jit
+def issued_before(at: Cursor, step: cutlass.Constexpr[int], stages: cutlass.Constexpr[int]) -> Cursor:
+    """Returns the cursor with which a consumer reads the stage that was filled ``step`` stages earlier, for a producer that waits
+    until that stage's copies have arrived. ``at``: the cursor of the next stage to fill; ``step`` is at most ``stages``."""
+    stage, phase = at.stage - step, at.phase ^ 1
+    if stage < 0:
+        stage += stages
+        phase ^= 1
+    return Cursor(stage, phase)
+
+
 @dataclass(frozen=True)
 class Barriers:
     """One mbarrier for each stage of a ring buffer.

@@ -34,6 +34,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     store_words,
 )
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import prefetch_bulk
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import load_words_if
 from tokenspeed_kernel_nvidia.sm90.layers.config import (
     ATTENDED,
@@ -59,7 +60,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     WINDOW,
     LayerCall,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import FINISH_WARP, FINISHERS, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import as_float
 
 _HALF = HEAD_DIM // 2  # elements d and d + 32 of a head are rotated together
@@ -105,19 +106,12 @@ class Attend(Qkv):
     def attend(self, call: LayerCall, warp: Int32):
         """Computes this CTA's share of attention. A CTA has at most one split of one token and key head. If there are few keys, a
         single CTA computes them, and the others have nothing to do."""
-        attention = call.given.attention
         item, _, _ = cute.arch.block_idx()
         items = self.items_of(call)
         if item < items:
             length, token, head, split = call.kept[LENGTH], call.kept[TOKEN], call.kept[HEAD], call.kept[SPLIT]
-            first = cutlass.max(length - Int32(call.address(WINDOW)), 0)
-            base = first - first % KEYS
-            tiles = (length - base + KEYS - 1) // KEYS
-            whole = tiles <= MMA_WARPS  # a single CTA has all keys
-            share = cutlass.select_(whole, tiles, tiles + attention.splits - 1 >> attention.split_bits) * KEYS
-            begin = base + split * share
+            first, begin, end, whole = self.share_of(call, length, split)
             if (not whole) | (split == 0):
-                end = cutlass.min(begin + share, length)
                 self.attend_to_keys(call, warp, token, head, split, length, first, begin, end, whole)
             self.publish(call, PARTIALS)  # by every CTA, because the counter is shared by all tokens
             if not whole:
@@ -128,6 +122,34 @@ class Attend(Qkv):
             self.publish(call, ATTENDED)
             # The other warps must not poll the attention's output while these warps combine: their loads would delay all others.
             self.synchronise()
+
+    def share_of(self, call: LayerCall, length: Int32, split: Int32) -> tuple:
+        """Returns the first key that the token sees, the range of keys of a split, and whether a single CTA has all keys."""
+        attention = call.given.attention
+        first = cutlass.max(length - Int32(call.address(WINDOW)), 0)
+        base = first - first % KEYS
+        tiles = (length - base + KEYS - 1) // KEYS
+        whole = tiles <= MMA_WARPS
+        share = cutlass.select_(whole, tiles, tiles + attention.splits - 1 >> attention.split_bits) * KEYS
+        begin = base + split * share
+        return first, begin, cutlass.min(begin + share, length), whole
+
+    @cute.jit
+    def prefetch_cache(self, call: LayerCall, warp: Int32):
+        """Prefetches the keys and values of the warps' first tiles into L2, before the loads of this layer's weights occupy memory.
+        All epilogue warps call this method."""
+        attention = call.given.attention
+        item, _, _ = cute.arch.block_idx()
+        if item < self.items_of(call):
+            length, token, head, split = call.kept[LENGTH], call.kept[TOKEN], call.kept[HEAD], call.kept[SPLIT]
+            first, begin, end, whole = self.share_of(call, length, split)
+            if (not whole) | (split == 0):
+                end = cutlass.min(cutlass.min(end, length - 1), begin + MMA_WARPS * KEYS)
+                key = cutlass.max(begin, first) + (warp - FINISH_WARP) * 32 + cute.arch.lane_idx()
+                for each in cutlass.range(key, end, 32 * FINISHERS, unroll=1):
+                    offset = (self.page_of(call, token, each) + Int64(head) * attention.head_pitch) * 2
+                    prefetch_bulk(call.address(K_CACHE) + offset, 2 * HEAD_DIM)
+                    prefetch_bulk(call.address(V_CACHE) + offset, 2 * HEAD_DIM)
 
     @cute.jit
     def attend_to_keys(

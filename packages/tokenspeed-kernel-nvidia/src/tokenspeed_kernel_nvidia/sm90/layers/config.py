@@ -70,6 +70,10 @@ class Config(StreamConfig):
         counted: the exchanges that use counters, see `EXCHANGES`.
         most_stages: the maximum number of stages of the ring buffer.
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
+        in_flight: the number of stages whose copies may be in flight. With more, loads that other warps wait for take longer.
+        behind: the number of stages of w13 that may be waiting for MMAs when the loads of w2 begin. With more, CTAs that are ahead
+            with w13 take bandwidth from the others.
+        prefetch: whether dense weights that do not fit into the ring buffer are prefetched into L2.
         trace: whether the kernel stores the times of `EVENTS`.
         tiles_of_cta: the maximum number of tiles of dense weights per CTA.
     """
@@ -78,6 +82,9 @@ class Config(StreamConfig):
     counted: tuple[int, ...] = ()
     most_stages: int = STAGES
     cooperative: bool = False
+    in_flight: int = STAGES
+    behind: int = STAGES
+    prefetch: bool = True
     trace: bool = False
     tiles_of_cta: int = TILES
 
@@ -135,6 +142,9 @@ def config_of(
     counted: tuple[int, ...] | None = None,
     cooperative: bool = False,
     most: int = STAGES,
+    in_flight: int = STAGES,
+    behind: int = STAGES,
+    prefetch: bool = True,
     trace: bool = False,
     tiles: int = TILES,
 ) -> Config:
@@ -144,8 +154,8 @@ def config_of(
         # On an H200, microseconds of a layer with one token: 47.1 with words of qkv and of attention, 47.8 with counters only.
         counted = (OUT, PARTIALS, TOTALS, LOGITS) if room == 1 else EXCHANGES
     return Config(
-        "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative, trace=trace,
-        tiles_of_cta=tiles,
+        "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
+        in_flight=in_flight, behind=behind, prefetch=prefetch, trace=trace, tiles_of_cta=tiles,
     )  # fmt: skip
 
 

@@ -29,7 +29,15 @@ from cutlass.memory import SmemAllocator
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import exchange_add
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
-from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance, first_to_fill, first_to_read, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import (
+    Cursor,
+    advance,
+    first_to_fill,
+    first_to_read,
+    issued_before,
+    pipeline,
+    skip,
+)
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_int, opt_barrier, pack, store_words, widened
 from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, prefetch_bulk
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import PIECE_BYTES
@@ -245,6 +253,8 @@ class Persistent(Route):
         at = first_to_read()
         for index in cutlass.range(call.given.layers, unroll=1):
             of_layer = call_of_layer(call, index, tag)
+            if index > 0:  # the MMA warps have stored this CTA's share of attention before the first layer is routed
+                self.prefetch_cache(of_layer, warp)
             cute.arch.mbarrier_wait(call.routed, index & 1)
             at = self.finish(of_layer, warp, at)
             # `finish` does not release the buffer of the END message, because in `stream` nothing follows. So release the buffer
@@ -297,10 +307,10 @@ class Persistent(Route):
             count = cutlass.min(row_count - tile, TILE)
             for part in cutlass.range(0, row_bytes, PART_BYTES, unroll=1):
                 size = cutlass.min(row_bytes - part, PART_BYTES)
-                if stages == self.stages:
+                if const_expr(self.config.prefetch) and stages == self.stages:
                     # The ring buffer is full until MMA warps begin with these weights. Memory is idle meanwhile.
                     self.prefetch_rows(first + Int64(tile) * row_bytes, (row_count - tile) * row_bytes)
-                call.pipe.acquire(at)
+                self.acquire(call, at)
                 if cute.arch.lane_idx() == 0:
                     call.pipe.commit(at, count * size)
                     to, source = call.ring + at.stage * self.config.stage_bytes, first + (tile * row_bytes + part * count)
@@ -310,6 +320,11 @@ class Persistent(Route):
         for _ in cutlass.range((GROUPS - stages % GROUPS) % GROUPS, unroll=1):
             at = self.tell_one(call, at, item_code(COMBINE))
         return at
+
+    def acquire(self, call: LayerCall, at: Any) -> None:
+        call.pipe.acquire(at)
+        if self.config.in_flight < self.stages:
+            call.pipe.full.wait(issued_before(at, self.config.in_flight, self.stages))
 
     @cute.jit
     def prefetch_rows(self, source: Int64, size: Int32):
@@ -325,6 +340,8 @@ class Persistent(Route):
         first, end = self.range_of(call, entries * layer.w13_items, layer.w13_blocks)
         if end > first:
             at = self.load_range(call, at, W13, first, end)
+        if const_expr(self.config.behind < self.stages):
+            call.pipe.acquire(skip(at, self.stages - self.config.behind, self.stages))
         first, end = self.range_of(call, entries * layer.w2_items, layer.w2_blocks)
         if end > first:
             at = self.load_range(call, at, W2, first, end)

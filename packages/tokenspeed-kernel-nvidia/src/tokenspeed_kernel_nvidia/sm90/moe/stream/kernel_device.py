@@ -221,6 +221,10 @@ class Stream(Schedule, Consumers):
         aligned = ranges - ranges % cutlass.max(entries, 1)
         return cutlass.select_(ranges >= 8 * entries, aligned, ranges)
 
+    def acquire(self, call: Call, at: Any) -> None:
+        """Waits until the next stage may be filled with a slab."""
+        call.pipe.acquire(at)
+
     def slabs_of(self, blocks: Int32) -> Int32:
         """Returns the number of slabs of a panel."""
         return (blocks + self.slab - 1) // self.slab
@@ -253,7 +257,7 @@ class Stream(Schedule, Consumers):
                 head = Int32(0)
             for block in cutlass.range(begin * self.slab, cutlass.min(stop * self.slab, blocks), self.slab, unroll=1):
                 count = cutlass.min(blocks - block, self.slab) * PANEL_BLOCK_BYTES + head
-                call.pipe.acquire(at)
+                self.acquire(call, at)
                 if cute.arch.lane_idx() == 0:
                     call.items[at.stage] = item
                     call.pipe.commit(at, count)
