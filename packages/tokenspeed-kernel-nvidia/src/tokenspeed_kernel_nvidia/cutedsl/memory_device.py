@@ -27,6 +27,11 @@ def release_add(address: Any, value: Any) -> None:
     cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
+def relaxed_add(address: Any, value: Any) -> None:
+    """Adds to a counter, without ordering other accesses. This takes no fence, whose time grows with the loads in flight."""
+    cute.arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
 def exchange_add(address: Any, value: Any) -> Any:
     """Adds to a flag and returns the flag's former value, with acquire and release semantics."""
     return cute.arch.inline_ptx(

@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece, load_number, load_words, store_number, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece, load_words, store_number, store_words_shared
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     load_floats,
     load_int,
@@ -61,7 +61,6 @@ from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     LayerCall,
 )
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import FINISH_WARP, FINISHERS, MMA_WARPS
-from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import as_float
 
 _HALF = HEAD_DIM // 2  # elements d and d + 32 of a head are rotated together
 _NONE = -1e38  # the maximum of a head's scores if there are none
@@ -492,19 +491,3 @@ class Attend(Qkv):
             to = attention.attended + Int64(token * call.given.width + query * HEAD_DIM + column) * 4
             for each in cutlass.range_constexpr(4):
                 store_tagged(to + 4 * each, self.rounded(results[each] * inverse), call.tag)
-
-    @cute.jit
-    def load_numbers_of_all(self, call: LayerCall, addresses: list, numbers: cute.Tensor):
-        """Loads two tagged numbers at each address, again and again until all have the layer's tag."""
-        left = self.polls_of(call)
-        missing = Int32(1)
-        while (missing != 0) & (left > 0):
-            missing = Int32(0)
-            for each in cutlass.range_constexpr(len(addresses)):
-                words = load_number(addresses[each])
-                for number in cutlass.range_constexpr(2):
-                    numbers[2 * each + number] = as_float(words[2 * number])
-                    missing |= Int32(words[2 * number + 1]) ^ call.tag
-            left -= 1
-        if missing != 0:
-            self.give_up(call)

@@ -70,7 +70,8 @@ class Config(StreamConfig):
         counted: the exchanges that use counters, see `EXCHANGES`.
         most_stages: the maximum number of stages of the ring buffer.
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
-        in_flight: the number of stages whose copies may be in flight. With more, loads that other warps wait for take longer.
+        dense_in_flight, in_flight: the number of stages whose copies may be in flight: with dense weights, and with those of
+            experts. With more, loads that other warps wait for take longer.
         behind: the number of stages of w13 that may be waiting for MMAs when the loads of w2 begin. With more, CTAs that are ahead
             with w13 take bandwidth from the others.
         prefetch: whether dense weights that do not fit into the ring buffer are prefetched into L2.
@@ -82,9 +83,10 @@ class Config(StreamConfig):
     counted: tuple[int, ...] = ()
     most_stages: int = STAGES
     cooperative: bool = False
+    dense_in_flight: int = STAGES
     in_flight: int = STAGES
     behind: int = STAGES
-    prefetch: bool = True
+    prefetch: bool = False
     trace: bool = False
     tiles_of_cta: int = TILES
 
@@ -142,9 +144,10 @@ def config_of(
     counted: tuple[int, ...] | None = None,
     cooperative: bool = False,
     most: int = STAGES,
-    in_flight: int = STAGES,
-    behind: int = STAGES,
-    prefetch: bool = True,
+    dense_in_flight: int = 4,
+    in_flight: int = 6,
+    behind: int = 6,
+    prefetch: bool = False,
     trace: bool = False,
     tiles: int = TILES,
 ) -> Config:
@@ -155,7 +158,7 @@ def config_of(
         counted = (OUT, PARTIALS, TOTALS, LOGITS) if room == 1 else EXCHANGES
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
-        in_flight=in_flight, behind=behind, prefetch=prefetch, trace=trace, tiles_of_cta=tiles,
+        dense_in_flight=dense_in_flight, in_flight=in_flight, behind=behind, prefetch=prefetch, trace=trace, tiles_of_cta=tiles,
     )  # fmt: skip
 
 

@@ -4,6 +4,9 @@ A tagged word holds a bfloat16 in its upper half and the layer's tag in the lowe
 float32 and the tag. A reader polls the words themselves. A word is stored by one instruction, so value and tag need no fence. Every
 word is written in every layer. So the former tag of a word is always the preceding layer's, and 16 bits suffice.
 
+Polls of many threads delay the writers. So most readers first wait for a counter, which writers increase without a fence: while
+weights are loaded, a fence takes up to 3 us. The counter says when it is worth polling, and only the tags say that words are there.
+
 A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
 more than once. So a launch always ends, whatever went wrong. The launch's results are then invalid.
 """
@@ -17,13 +20,13 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import acquire_int, release_add
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_number, load_words, relaxed_add, release_add
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier, pack, permute_bytes, widened
 from tokenspeed_kernel_nvidia.sm90.layers.config import FAILED
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import GIVEN_UP, LayerCall, storage_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.kernel_device import Stream
 from tokenspeed_kernel_nvidia.sm90.moe.stream.mma_device import CONSUMING
-from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS, as_float
 
 
 def load_tagged(address: Any) -> Any:
@@ -85,13 +88,14 @@ class Exchange(Stream):
 
     @cute.jit
     def meet(self, call: LayerCall, warp: Int32, flag: Int64, value: Int32):
-        """Makes all MMA warps wait for a flag, like `meet` of `stream`, but with a limited number of polls."""
+        """Makes all MMA warps wait for a counter, like `meet` of `stream`, but with a limited number of polls, and without ordering
+        other accesses: whoever reads words then still waits for the words."""
         if warp == 0:
             if cute.arch.lane_idx() == 0:
                 left = self.polls_of(call)
-                found = acquire_int(flag)
+                found = Int32(load_words("relaxed.gpu.global", flag, 1))
                 while (found != value) & (left > 0):
-                    found = acquire_int(flag)
+                    found = Int32(load_words("relaxed.gpu.global", flag, 1))
                     left -= 1
                 if found != value:
                     self.give_up(call)
@@ -100,11 +104,11 @@ class Exchange(Stream):
 
     @cute.jit
     def tell_all(self, call: LayerCall, index: cutlass.Constexpr[int]):
-        """Adds 1 to a counter of the layer, after all stores of the MMA warps. All MMA warps call this method."""
+        """Adds 1 to a counter of the layer, when all MMA warps have stored their words. All MMA warps call this method."""
         self.synchronise()
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
-            release_add(call.counter(index), Int32(1))
+            relaxed_add(call.counter(index), Int32(1))
 
     @cute.jit
     def publish(self, call: LayerCall, index: cutlass.Constexpr[int]):
@@ -133,6 +137,22 @@ class Exchange(Stream):
                 for number in cutlass.range_constexpr(4):
                     words[4 * each + number] = four[number]
                     missing |= (Int32(four[number]) ^ tag) & 0xFFFF
+            left -= 1
+        if missing != 0:
+            self.give_up(call)
+
+    @cute.jit
+    def load_numbers_of_all(self, call: LayerCall, addresses: list, numbers: cute.Tensor):
+        """Loads two tagged numbers at each address, again and again until all have the layer's tag."""
+        left = self.polls_of(call)
+        missing = Int32(1)
+        while (missing != 0) & (left > 0):
+            missing = Int32(0)
+            for each in cutlass.range_constexpr(len(addresses)):
+                words = load_number(addresses[each])
+                for number in cutlass.range_constexpr(2):
+                    numbers[2 * each + number] = as_float(words[2 * number])
+                    missing |= Int32(words[2 * number + 1]) ^ call.tag
             left -= 1
         if missing != 0:
             self.give_up(call)

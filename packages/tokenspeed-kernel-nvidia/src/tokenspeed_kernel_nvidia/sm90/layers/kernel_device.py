@@ -310,7 +310,7 @@ class Persistent(Route):
                 if const_expr(self.config.prefetch) and stages == self.stages:
                     # The ring buffer is full until MMA warps begin with these weights. Memory is idle meanwhile.
                     self.prefetch_rows(first + Int64(tile) * row_bytes, (row_count - tile) * row_bytes)
-                self.acquire(call, at)
+                self.acquire_below(call, at, self.config.dense_in_flight)
                 if cute.arch.lane_idx() == 0:
                     call.pipe.commit(at, count * size)
                     to, source = call.ring + at.stage * self.config.stage_bytes, first + (tile * row_bytes + part * count)
@@ -322,9 +322,13 @@ class Persistent(Route):
         return at
 
     def acquire(self, call: LayerCall, at: Any) -> None:
+        self.acquire_below(call, at, self.config.in_flight)
+
+    def acquire_below(self, call: LayerCall, at: Any, most: int) -> None:
+        """Waits until the next stage may be filled, and fewer than ``most`` stages have copies in flight."""
         call.pipe.acquire(at)
-        if self.config.in_flight < self.stages:
-            call.pipe.full.wait(issued_before(at, self.config.in_flight, self.stages))
+        if most < self.stages:
+            call.pipe.full.wait(issued_before(at, most, self.stages))
 
     @cute.jit
     def prefetch_rows(self, source: Int64, size: Int32):

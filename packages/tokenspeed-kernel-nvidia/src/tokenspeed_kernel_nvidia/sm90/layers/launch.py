@@ -166,7 +166,7 @@ class PersistentLayers:
         self._trace_shape = (self.ctas if config.trace else 0, layers + 1, len(EVENTS))
         sizes = (
             4 * self._counters + 8 * math.prod(self._trace_shape), 4 * tokens * hidden, 4 * tokens * hidden,
-            4 * tokens * plan.num_experts, 2 * pairs * plan.intermediate_size, 4 * pairs * hidden,
+            4 * tokens * plan.num_experts, 4 * pairs * plan.intermediate_size, 8 * pairs * hidden,
             2 * self.ctas * config.sent_bytes,
             4 * tokens * (heads + 2 * kv_heads) * HEAD_DIM, 8 * (tokens * heads << split_bits) * PARTIAL_WORDS, 4 * tokens * width,
         )  # fmt: skip

@@ -15,18 +15,18 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import float_of, load_floats, pack, store_floats, widened
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, relaxed_add, store_number, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import float_of, load_floats, opt_barrier, pack, store_floats, widened
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
 from tokenspeed_kernel_nvidia.sm90.layers.config import LOGITS, TOTALS
-from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import store_tagged, warp_sum
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, store_tagged, value_of, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK
 from tokenspeed_kernel_nvidia.sm90.layers.project_device import Project
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import NORM, ROUTER_BIAS, LayerCall
-from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
-from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import words_at
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_TOP_K, MMA_WARPS
 
+_SLOTS_AT_ONCE = 2  # slots of a token whose results a thread loads at once
 _NONE = -(1 << 31)  # for lanes without an expert, and for experts already chosen: below the sort key of every logit
 
 
@@ -194,26 +194,65 @@ class Route(Project):
 
     # -- methods that `stream` calls ---------------------------------------------------------------------------------------------
 
+    def count(self, counter: Int64, value: Int32) -> None:
+        relaxed_add(counter, value)
+
+    def store_activated(self, call: LayerCall, place: Int64, value: Float32) -> None:
+        store_tagged(call.activated + place * 4, self.rounded(value), call.tag)
+
+    def store_slot(self, call: LayerCall, place: Int64, value: Float32) -> None:
+        store_number(call.slots + place * 8, value, call.tag)
+
+    def address_of_row(self, call: LayerCall, first: Any, pair: Int32) -> Int64:
+        """Returns the address of a pair's row: of its normalised token in shared memory, or of the words of its activation."""
+        token_at = call.x + Int64(pair // call.layer.top_k) * (call.x_stride * 2)
+        return cutlass.select_(first, token_at, call.activated + Int64(pair) * (call.layer.intermediate * 4))
+
     @cute.jit
-    def words_of_row(self, address: Int64, first: Any) -> Any:
-        """Loads sixteen elements of a row: of a normalised token from shared memory, or of an activation from global memory."""
+    def words_of_row(self, call: LayerCall, row_at: Int64, at: Int32, first: Any) -> Any:
+        """Loads sixteen elements of a row. Waits for those of an activation."""
         words = [Uint32(0)] * 8
+        at = opt_barrier(at)  # else addresses would be computed before the loop over layers, and would occupy registers
         if first:
-            near = [*load_words("shared", Int32(address), 4)]
-            words = [*near, *load_words("shared", Int32(address) + 16, 4)]
+            address = Int32(row_at) + at * 2
+            words = [*load_words("shared", address, 4), *load_words("shared", address + 16, 4)]
         else:
-            words = words_at(address, 8)
+            tagged = cute.make_rmem_tensor((16,), Uint32)
+            tagged.fill(0)
+            self.load_words_of_all(call, [row_at + Int64(at) * 4 + 16 * each for each in range(4)], tagged, call.tag)
+            words = [both_values(tagged[2 * each], tagged[2 * each + 1]) for each in range(8)]
         return words
 
     @cute.jit
     def two_numbers(self, row: Int64, first: Any, at: Int32):
-        """Returns two consecutive elements of a row, as float32."""
-        word = Uint32(0)
+        """Returns two consecutive elements of a row, as float32. Those of an activation have been waited for before."""
+        numbers = [Float32(0.0), Float32(0.0)]
         if first:
-            word = load_words("shared", Int32(row) + at * 2, 1)
+            numbers = [*widened(self.dtype, load_words("shared", Int32(row) + at * 2, 1))]
         else:
-            word = load_words("global", row + Int64(at) * 2, 1)
-        return list(widened(self.dtype, word))
+            numbers = [value_of(word) for word in load_words("relaxed.gpu.global", row + Int64(at) * 4, 2)]
+        return numbers
+
+    @cute.jit
+    def sum_of_slots(self, call: LayerCall, token: Int32, column: Int32):
+        """Returns four consecutive elements of a token's sum over slots, in slot order, once all slots have been stored."""
+        top_k = call.layer.top_k
+        total = [Float32(0.0)] * 4
+        for first in cutlass.range_constexpr(0, MAX_TOP_K, _SLOTS_AT_ONCE):
+            if first < top_k:
+                numbers = cute.make_rmem_tensor((_SLOTS_AT_ONCE * 4,), Float32)
+                numbers.fill(0.0)
+                addresses = []
+                for some in cutlass.range_constexpr(_SLOTS_AT_ONCE):
+                    # Beyond the last slot, load the last slot again, but do not add it.
+                    pair = token * top_k + cutlass.min(first + some, top_k - 1)
+                    at = call.slots + (Int64(pair) * call.layer.hidden + column) * 8
+                    addresses += [at, at + 16]
+                self.load_numbers_of_all(call, addresses, numbers)
+                for some in cutlass.range_constexpr(_SLOTS_AT_ONCE):
+                    for each in cutlass.range_constexpr(4):
+                        total[each] += cutlass.select_(first + some < top_k, numbers[4 * some + each], Float32(0.0))
+        return total
 
     def routing_weight(self, call: LayerCall, pair: Int32) -> Float32:
         return load_floats("shared", Int32(call.weights) + pair * 4, 1)

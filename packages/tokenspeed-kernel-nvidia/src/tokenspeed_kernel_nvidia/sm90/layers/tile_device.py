@@ -99,7 +99,8 @@ class Given:
         outputs: tagged words ``[tokens, hidden]``: the layer's input, which is the preceding layer's output.
         totals: tagged words ``[tokens, hidden]``: projection plus input.
         logits: tagged words ``[tokens, experts]``.
-        activated, slots: the results of the experts' first GEMM, and the weighted results of the second, as in `stream`.
+        activated: tagged words ``[pairs, intermediate]``: the results of the experts' first GEMM.
+        slots: tagged numbers ``[pairs, hidden]``: the weighted results of the second.
         sent: tagged numbers ``[2, ctas, PANEL_STRIPS, tiles, 32, 2]``: the sums that CTAs send in each GEMM, see `split_device`.
         tokens, width, layers: the numbers of tokens, of the projection's input features, and of layers.
         polls: how often a warp polls before it gives up and sets the error flag.

@@ -303,7 +303,7 @@ class Consumers(ExactDotProducts):
                 if is_last(item):
                     if lane == 0:
                         flag = cutlass.select_(kind == W13, READY + index_of(item), Int32(DONE))
-                        release_add(call.counter(flag), done)
+                        self.count(call.counter(flag), done)
                     done = Int32(0)
             at = advance(at, BUFFERS)
         return at
@@ -394,16 +394,26 @@ class Consumers(ExactDotProducts):
             if first:
                 feature = whole * 8 + lane // 4
                 place = Int64(pair) * layer.intermediate + feature
-                value = self.activate(call, upper, lower)
-                if const_expr(self.wide):
-                    store_floats("global", call.activated + place * 4, [value])
-                else:
-                    store_half(call.activated + place * 2, pack(self.dtype, value, value))
+                self.store_activated(call, place, self.activate(call, upper, lower))
             else:
-                to = cute.make_ptr(Float32, call.slots, cute.AddressSpace.gmem)
                 place = Int64(pair) * layer.hidden + whole * 16 + lane // 4
-                to[place] = upper * weights[tile]
-                to[place + 8] = lower * weights[tile]
+                self.store_slot(call, place, upper * weights[tile])
+                self.store_slot(call, place + 8, lower * weights[tile])
+
+    def count(self, counter: Int64, value: Int32) -> None:
+        """Counts results that this lane's warp has stored."""
+        release_add(counter, value)
+
+    def store_activated(self, call: Call, place: Int64, value: Float32) -> None:
+        """Stores a result of the first GEMM. ``place``: the index of the element."""
+        if self.wide:
+            store_floats("global", call.activated + place * 4, [value])
+        else:
+            store_half(call.activated + place * 2, pack(self.dtype, value, value))
+
+    def store_slot(self, call: Call, place: Int64, value: Float32) -> None:
+        """Stores a weighted result of the second GEMM. ``place``: the index of the element."""
+        store_floats("global", call.slots + place * 4, [value])
 
     def sum_of_groups(self, call: Call, at: Any, strip: Int32, lane: Int32, tile: int) -> list:
         """Returns the sums of a lane's two rows of a strip over the warpgroups, for four pairs."""

@@ -198,7 +198,7 @@ class Rows(Shapes):
             words = [Uint32(0)] * self.chunk_words
             if row < entry.count and at < k:
                 if const_expr(not self.wide):
-                    words = self.words_of_row(row_at + at * 2, first)
+                    words = self.words_of_row(call, row_at, at, first)
                 elif first:
                     words = [bits_of(number) for word in words_at(row_at + at * 2, 8) for number in widened(self.dtype, word)]
                 else:
@@ -206,9 +206,9 @@ class Rows(Shapes):
             found += words
         return found
 
-    def words_of_row(self, address: Int64, first: Any) -> Any:
-        """Loads sixteen elements of a row, two per register. ``address`` is derived from `address_of_row`."""
-        return words_at(address, 8)
+    def words_of_row(self, call: Call, row_at: Int64, at: Int32, first: Any) -> Any:
+        """Loads sixteen elements of a row from element ``at`` on, two per register. ``row_at``: from `address_of_row`."""
+        return words_at(row_at + at * 2, 8)
 
     def address_of_row(self, call: Call, first: Any, pair: Int32) -> Int64:
         """Returns the address of a pair's row: of its token in the first GEMM, of its activation in the second."""
