@@ -20,7 +20,8 @@ EXPERTS = 128  # maximum number of experts: four logits for each lane of a warp
 PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
 TILE = 8  # rows of dense weights in a ring stage: the MMA's n
 TILES = 5  # maximum number of tiles per CTA: 5120 rows of qkv on 132 SMs are 39 rows per CTA, five tiles of 8
-PART_BYTES = 1024  # bytes of a row of dense weights in a ring stage: 256 for each warp of a warpgroup; see `layout`
+# Bytes of a row of dense weights in a ring stage, see `layout`: eight rows fill a stage, and rows of 2880 features have five parts.
+PART_BYTES = 1152
 # The row pitch of activations is an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
 WIDTH_PITCH = 2 * WIDTH + 64
 ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 features takes 5760
@@ -70,8 +71,8 @@ class Config(StreamConfig):
         counted: the exchanges that use counters, see `EXCHANGES`.
         most_stages: the maximum number of stages of the ring buffer.
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
-        dense_in_flight, in_flight: the number of stages whose copies may be in flight: with dense weights, and with those of
-            experts. With more, loads that other warps wait for take longer.
+        in_flight: the number of stages whose copies may be in flight: of qkv, of the projection, of w13 and of w2. With more, loads
+            that other warps wait for take longer.
         behind: the number of stages of w13 that may be waiting for MMAs when the loads of w2 begin. With more, CTAs that are ahead
             with w13 take bandwidth from the others.
         prefetch: whether dense weights that do not fit into the ring buffer are prefetched into L2.
@@ -83,8 +84,7 @@ class Config(StreamConfig):
     counted: tuple[int, ...] = ()
     most_stages: int = STAGES
     cooperative: bool = False
-    dense_in_flight: int = STAGES
-    in_flight: int = STAGES
+    in_flight: tuple[int, int, int, int] = (STAGES,) * 4
     behind: int = STAGES
     prefetch: bool = False
     trace: bool = False
@@ -144,9 +144,8 @@ def config_of(
     counted: tuple[int, ...] | None = None,
     cooperative: bool = False,
     most: int = STAGES,
-    dense_in_flight: int = 4,
-    in_flight: int = 6,
-    behind: int = 6,
+    in_flight: tuple[int, int, int, int] = (4, 4, 6, 6),
+    behind: int = STAGES,
     prefetch: bool = False,
     trace: bool = False,
     tiles: int = TILES,
@@ -158,7 +157,7 @@ def config_of(
         counted = (OUT, PARTIALS, TOTALS, LOGITS) if room == 1 else EXCHANGES
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
-        dense_in_flight=dense_in_flight, in_flight=in_flight, behind=behind, prefetch=prefetch, trace=trace, tiles_of_cta=tiles,
+        in_flight=in_flight, behind=behind, prefetch=prefetch, trace=trace, tiles_of_cta=tiles,
     )  # fmt: skip
 
 

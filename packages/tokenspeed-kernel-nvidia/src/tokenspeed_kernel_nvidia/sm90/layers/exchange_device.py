@@ -91,16 +91,21 @@ class Exchange(Stream):
         """Makes all MMA warps wait for a counter, like `meet` of `stream`, but with a limited number of polls, and without ordering
         other accesses: whoever reads words then still waits for the words."""
         if warp == 0:
-            if cute.arch.lane_idx() == 0:
-                left = self.polls_of(call)
-                found = Int32(load_words("relaxed.gpu.global", flag, 1))
-                while (found != value) & (left > 0):
-                    found = Int32(load_words("relaxed.gpu.global", flag, 1))
-                    left -= 1
-                if found != value:
-                    self.give_up(call)
-            cute.arch.sync_warp()
+            self.await_count(call, flag, value)
         self.synchronise()
+
+    @cute.jit
+    def await_count(self, call: LayerCall, counter: Int64, value: Int32):
+        """Makes a warp wait for a counter, like `meet`."""
+        if cute.arch.lane_idx() == 0:
+            left = self.polls_of(call)
+            found = Int32(load_words("relaxed.gpu.global", counter, 1))
+            while (found != value) & (left > 0):
+                found = Int32(load_words("relaxed.gpu.global", counter, 1))
+                left -= 1
+            if found != value:
+                self.give_up(call)
+        cute.arch.sync_warp()
 
     @cute.jit
     def tell_all(self, call: LayerCall, index: cutlass.Constexpr[int]):

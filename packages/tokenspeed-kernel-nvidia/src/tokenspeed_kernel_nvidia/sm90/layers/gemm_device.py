@@ -1,8 +1,8 @@
 """GEMMs with dense weights in the persistent kernel, and the normalised rows that they multiply.
 
 A stage holds a range of k of eight rows of the weights. These rows are the MMA's columns, and tokens are its rows. A warpgroup
-processes every third stage, and each of its warps a quarter of the stage's range. The order of k within an MMA does not matter. So
-a lane loads 16 bytes of a row and the same 16 bytes of a token, which are the operands of two MMAs.
+processes every third stage, and each of its warps every fourth chunk of 64 bytes of the stage's rows. The order of k within an MMA
+does not matter. So a lane loads 16 bytes of a row and the same 16 bytes of a token, which are the operands of two MMAs.
 """
 
 # mypy: ignore-errors
@@ -28,7 +28,9 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import GROUPS, MMA_WARPS
 
 CHUNK = 8  # elements of a token that a thread normalises
 BFLOAT16 = 2  # `Vector.kind` of bfloat16
-_LOADS = PART_BYTES // PANEL_STRIPS // QUAD_BYTES  # number of 16-byte loads of a lane in a stage
+_QUAD_BITS = QUAD_BYTES.bit_length() - 1
+_STEP = PANEL_STRIPS * QUAD_BYTES  # bytes of a row that the four warps of a warpgroup load at once
+_LOADS = PART_BYTES // _STEP  # number of 16-byte loads of a lane in a full stage; the first warps have one more
 
 
 class Gemm(Split):
@@ -95,8 +97,7 @@ class Gemm(Split):
         group, strip = warp // PANEL_STRIPS, warp % PANEL_STRIPS
         parts = (row_bytes + PART_BYTES - 1) // PART_BYTES
         tiles = (row_count + TILE - 1) // TILE
-        own = strip * (PART_BYTES // PANEL_STRIPS)
-        inside = own + lane % 4 * 16
+        inside = strip * QUAD_BYTES + lane % 4 * 16
         # Lanes without a token load nothing: for few tokens, shared memory is read mostly for the weights.
         live = lane // 4 < call.tokens
         tokens_at = call.attended_at + cutlass.min(lane // 4, call.tokens - 1) * WIDTH_PITCH + inside
@@ -109,15 +110,19 @@ class Gemm(Split):
                 call.pipe.wait(at)
                 left_at = tokens_at + part * PART_BYTES
                 size = cutlass.min(row_bytes - part * PART_BYTES, PART_BYTES)  # of a row
-                right_at = call.ring + at.stage * self.config.stage_bytes + row * size + inside
-                swap = (row & 1) * cutlass.select_(size % (2 * QUAD_BYTES) == 0, Int32(QUAD_BYTES), Int32(0))
+                # The two chunks of each 128 bytes of odd rows are swapped, unless rows have an odd number of chunks.
+                swapped = row & ~(size >> _QUAD_BITS) & 1
+                right_at = call.ring + at.stage * self.config.stage_bytes + row * size + (inside ^ swapped << _QUAD_BITS)
+                left_bytes = size - strip * QUAD_BYTES  # of a row, from this warp's first chunk on
                 # Without a branch for each chunk, all chunks' loads are issued together.
-                if size - own >= _LOADS * QUAD_BYTES:
-                    self.multiply_chunks(sums, left_at, right_at, swap, range(_LOADS), live)
+                if left_bytes > (_LOADS - 1) * _STEP:
+                    self.multiply_chunks(sums, left_at, right_at, range(_LOADS), live)
+                    if left_bytes > _LOADS * _STEP:
+                        self.multiply_chunks(sums, left_at, right_at, [_LOADS], live)
                 else:
                     for each in cutlass.range_constexpr(_LOADS - 1):
-                        if each * QUAD_BYTES < size - own:
-                            self.multiply_chunks(sums, left_at, right_at, swap, [each], live)
+                        if each * _STEP < left_bytes:
+                            self.multiply_chunks(sums, left_at, right_at, [each], live)
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 part += GROUPS
@@ -133,23 +138,17 @@ class Gemm(Split):
             at = skip(at, GROUPS, self.stages)
         return at
 
-    def multiply_chunks(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, swap: Int32, chunks: Any, live: Boolean) -> None:
-        """Adds the MMAs of some 64-byte chunks of rows.
-
-        Args:
-            swap: 64 if the two chunks of each 128 bytes of this lane's row of weights are swapped, else 0.
-            live: whether this lane has a token.
-        """
-        left = [load_words_if(left_at + each * QUAD_BYTES, live, "shared") for each in chunks]
-        places = (right_at + swap, right_at - swap)  # of even and of odd chunks
-        right = [[*load_words("shared", places[each % 2] + each * QUAD_BYTES, 4)] for each in chunks]
+    def multiply_chunks(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, chunks: Any, live: Boolean) -> None:
+        """Adds the MMAs of some of this warp's chunks of rows. ``live``: whether this lane has a token."""
+        left = [load_words_if(left_at + each * _STEP, live, "shared") for each in chunks]
+        right = [[*load_words("shared", right_at + each * _STEP, 4)] for each in chunks]
         for half in range(2):
             for index, each in enumerate(chunks):
                 operand = (left[index][2 * half], Uint32(0), left[index][2 * half + 1], Uint32(0))
-                acc = [sums[each, number] for number in range(4)]
+                acc = [sums[each % _LOADS, number] for number in range(4)]
                 acc = mma_m16n8k16(self.dtype, acc, operand, right[index][2 * half : 2 * half + 2])
                 for number in range(4):
-                    sums[each, number] = acc[number]
+                    sums[each % _LOADS, number] = acc[number]
 
     def sum_of_warps(self, call: LayerCall, token: Int32, row: Int32) -> Float32:
         """Returns an element of the GEMM's result without bias: the sum of the warps' partial sums. ``row``: the index among this

@@ -276,7 +276,6 @@ class Persistent(Route):
             qkv_rows, hidden = of_layer.qkv_row_count, of_layer.layer.hidden
             at = self.load_tiles(of_layer, at, QKV_WEIGHT, of_layer.qkv_first_row, qkv_rows, hidden * 2)
             at = self.load_tiles(of_layer, at, PROJECTION, of_layer.first_row, of_layer.row_count, given.width * 2)
-            cute.arch.mbarrier_wait(call.routed, index & 1)
             at = self.load_experts(of_layer, at)
             at = self.tell(of_layer, at, item_code(COMBINE))
             at = self.tell(of_layer, at, item_code(END))
@@ -310,7 +309,7 @@ class Persistent(Route):
                 if const_expr(self.config.prefetch) and stages == self.stages:
                     # The ring buffer is full until MMA warps begin with these weights. Memory is idle meanwhile.
                     self.prefetch_rows(first + Int64(tile) * row_bytes, (row_count - tile) * row_bytes)
-                self.acquire_below(call, at, self.config.dense_in_flight)
+                self.acquire_below(call, at, self.config.in_flight[0 if column == QKV_WEIGHT else 1])
                 if cute.arch.lane_idx() == 0:
                     call.pipe.commit(at, count * size)
                     to, source = call.ring + at.stage * self.config.stage_bytes, first + (tile * row_bytes + part * count)
@@ -321,8 +320,8 @@ class Persistent(Route):
             at = self.tell_one(call, at, item_code(COMBINE))
         return at
 
-    def acquire(self, call: LayerCall, at: Any) -> None:
-        self.acquire_below(call, at, self.config.in_flight)
+    def acquire(self, call: LayerCall, at: Any, kind: int) -> None:
+        self.acquire_below(call, at, self.config.in_flight[2 + kind])
 
     def acquire_below(self, call: LayerCall, at: Any, most: int) -> None:
         """Waits until the next stage may be filled, and fewer than ``most`` stages have copies in flight."""
@@ -340,15 +339,23 @@ class Persistent(Route):
     def load_experts(self, call: LayerCall, at: Any):
         """Streams this CTA's slabs of w13, then of w2. Returns the next position in the ring buffer."""
         layer = call.layer
+        # Divisions take long. So the range is computed while the experts are unknown, as if all pairs had different experts.
+        guess = call.tokens * layer.top_k
+        first, end = self.range_of(call, guess * layer.w13_items, layer.w13_blocks)
+        place = self.place_of(first, layer.w13_items, layer.w13_blocks)
+        cute.arch.mbarrier_wait(call.routed, call.index & 1)
         entries = call.sizes[ENTRIES]
-        first, end = self.range_of(call, entries * layer.w13_items, layer.w13_blocks)
+        if entries != guess:
+            first, end = self.range_of(call, entries * layer.w13_items, layer.w13_blocks)
+            place = self.place_of(first, layer.w13_items, layer.w13_blocks)
         if end > first:
-            at = self.load_range(call, at, W13, first, end)
+            at = self.load_range(call, at, W13, place, end - first)
         if const_expr(self.config.behind < self.stages):
             call.pipe.acquire(skip(at, self.stages - self.config.behind, self.stages))
         first, end = self.range_of(call, entries * layer.w2_items, layer.w2_blocks)
         if end > first:
-            at = self.load_range(call, at, W2, first, end)
+            place = self.place_of(first, layer.w2_items, layer.w2_blocks)
+            at = self.load_range(call, at, W2, place, end - first)
         return at
 
     # -- the output --------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 A producer issues a bulk copy in about as much time as memory delivers 1 KB to an SM. So a stage must be one copy, not one copy for
 each of its rows.
 
-Each CTA has consecutive rows of the weights. They are divided into tiles of 8 rows, and each tile into parts of 1 KB along k. A
-part is contiguous, with its rows one after the other. Lanes read 64 bytes of two neighbouring rows at once, which must be in
+Each CTA has consecutive rows of the weights, divided into tiles of 8 rows, and each tile into parts of `PART_BYTES` along k.
+A part is contiguous, with its rows one after the other. Lanes read 64 bytes of two neighbouring rows at once, which must be in
 different banks. So if rows of a part are multiples of 128 bytes, the two halves of each 128 bytes of odd rows are swapped.
 """
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, relaxed_add, store_number, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import float_of, load_floats, opt_barrier, pack, store_floats, widened
 from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
@@ -25,7 +26,11 @@ from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK
 from tokenspeed_kernel_nvidia.sm90.layers.project_device import Project
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import NORM, ROUTER_BIAS, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_TOP_K, MMA_WARPS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import CHUNK as ROW_CHUNK
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import ROW_THREADS, ROW_WARPS, Rows, shared_int
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W13, entry_of, index_of, kind_of
 
+_SPLITTING = 3  # the named barrier of the warps that prepare a row while other warps wait for the logits
 _SLOTS_AT_ONCE = 2  # slots of a token whose results a thread loads at once
 _NONE = -(1 << 31)  # for lanes without an expert, and for experts already chosen: below the sort key of every logit
 
@@ -86,9 +91,18 @@ class Route(Project):
         self.synchronise()
         self.store_logits(call, bias)
         self.publish(call, LOGITS)
-        self.await_all(call, warp, LOGITS, ctas)
-        if warp < call.tokens:
-            self.select_experts(call, warp)
+        if const_expr(self.config.tokens == 1):
+            # Half of the warps prepare the row for the experts, while warp 0 waits for the logits.
+            if warp >= MMA_WARPS - ROW_WARPS:
+                self.split_token(call)
+            elif warp == 0:
+                if const_expr(LOGITS in self.config.counted):
+                    self.await_count(call, call.counter(LOGITS), ctas)
+                self.select_experts(call, warp)
+        else:
+            self.await_all(call, warp, LOGITS, ctas)
+            if warp < call.tokens:
+                self.select_experts(call, warp)
         self.synchronise()
         if warp == 0:
             lane = cute.arch.lane_idx()
@@ -192,7 +206,33 @@ class Route(Project):
             call.chosen[token * top_k + lane] = expert
             store_floats("shared", Int32(call.weights) + (token * top_k + lane) * 4, [own / total])
 
+    @cute.jit
+    def split_token(self, call: LayerCall):
+        """Splits the row of the only token, which all entries of w13 have. `ROW_WARPS` warps call this method."""
+        thread = self.thread() % ROW_THREADS
+        numbers = [Uint32(0)] * self.chunk_words
+        if thread * ROW_CHUNK < call.layer.hidden:
+            at = self.normed_at(call, Int32(0)) + thread * (2 * ROW_CHUNK)
+            numbers = [*load_words("shared", at, 4), *load_words("shared", at + 16, 4)]
+        largest = cute.arch.warp_redux_sync(self.largest_of(numbers), "max")
+        maxima = shared_int(call.maxima)
+        if thread % 32 == 0:
+            maxima[thread // 32] = largest
+        cute.arch.barrier(barrier_id=_SPLITTING, number_of_threads=ROW_THREADS)
+        largest = cute.arch.warp_redux_sync(maxima[cute.arch.lane_idx() % ROW_WARPS], "max")
+        self.store_row(call, Int32(0), call.layer.w13_blocks * (BLOCK // ROW_CHUNK), largest, numbers)
+
     # -- methods that `stream` calls ---------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def prepare_rows(self, call: LayerCall, item: Int32, factors: cute.Tensor):
+        if const_expr(self.config.tokens == 1):
+            if kind_of(item) == W13:  # see `split_token`
+                self.take_rows(call, item, entry_of(call.entries[index_of(item)]), factors)
+            else:
+                Rows.prepare_rows(self, call, item, factors)
+        else:
+            Rows.prepare_rows(self, call, item, factors)
 
     def count(self, counter: Int64, value: Int32) -> None:
         relaxed_add(counter, value)

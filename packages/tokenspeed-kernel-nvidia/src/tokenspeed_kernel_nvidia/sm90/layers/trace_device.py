@@ -31,7 +31,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
 from tokenspeed_kernel_nvidia.sm90.layers.kernel_device import Persistent
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import QKV_WEIGHT, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import FINISH_WARP, LOAD_WARP
-from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W2, kind_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W2, W13, Place, kind_of
 
 _COUNT = len(EVENTS)
 _INPUT_SEEN, _INPUT_NORMED, _QKV_FULL, _QKV_MULTIPLIED, _QKV_STORED = range(5)
@@ -163,13 +163,10 @@ class Traced(Persistent):
         return at
 
     @cute.jit
-    def load_experts(self, call: LayerCall, at: Any):
-        self.mark(call, _KNOWN, _LOAD)
-        return Persistent.load_experts(self, call, at)
-
-    @cute.jit
-    def load_range(self, call: LayerCall, at: Any, kind: cutlass.Constexpr[int], first: Int32, end: Int32):
-        at = Persistent.load_range(self, call, at, kind, first, end)
+    def load_range(self, call: LayerCall, at: Any, kind: cutlass.Constexpr[int], place: Place, left: Int32):
+        if const_expr(kind == W13):
+            self.mark(call, _KNOWN, _LOAD)
+        at = Persistent.load_range(self, call, at, kind, place, left)
         self.mark(call, _ISSUED + kind, _LOAD)
         return at
 

@@ -48,6 +48,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
     W13,
     Call,
     Layer,
+    Place,
     ahead_of,
     entry_of,
     item_code,
@@ -196,13 +197,12 @@ class Stream(Schedule, Consumers):
         at = first_to_fill()
         while ticket < w13_ranges + w2_ranges:
             if ticket < w13_ranges:
-                slabs = self.slabs_of(layer.w13_blocks)
                 first, end = ticket * w13_items // w13_ranges, (ticket + 1) * w13_items // w13_ranges
-                at = self.load_range(call, at, W13, first * slabs, end * slabs)
+                at = self.load_panels(call, at, W13, first, end, layer.w13_items, layer.w13_blocks)
             else:
-                index, slabs = ticket - w13_ranges, self.slabs_of(layer.w2_blocks)
+                index = ticket - w13_ranges
                 first, end = index * w2_items // w2_ranges, (index + 1) * w2_items // w2_ranges
-                at = self.load_range(call, at, W2, first * slabs, end * slabs)
+                at = self.load_panels(call, at, W2, first, end, layer.w2_items, layer.w2_blocks)
                 if layer.turns == 1:
                     # There is one range of w2 for each CTA. So wait until the MMA warps have released all stages. Otherwise CTAs
                     # that start early would take two ranges.
@@ -221,29 +221,41 @@ class Stream(Schedule, Consumers):
         aligned = ranges - ranges % cutlass.max(entries, 1)
         return cutlass.select_(ranges >= 8 * entries, aligned, ranges)
 
-    def acquire(self, call: Call, at: Any) -> None:
-        """Waits until the next stage may be filled with a slab."""
+    def acquire(self, call: Call, at: Any, kind: int) -> None:
+        """Waits until the next stage may be filled with a slab of a GEMM."""
         call.pipe.acquire(at)
 
     def slabs_of(self, blocks: Int32) -> Int32:
         """Returns the number of slabs of a panel."""
         return (blocks + self.slab - 1) // self.slab
 
+    def load_panels(self, call: Call, at: Any, kind: int, first: Int32, end: Int32, items: Int32, blocks: Int32) -> Any:
+        """Streams whole panels. ``first``, ``end``: indices among the panels of all entries."""
+        slabs = self.slabs_of(blocks)
+        return self.load_range(call, at, kind, self.place_of(first * slabs, items, blocks), (end - first) * slabs)
+
+    def place_of(self, first: Int32, items: Int32, blocks: Int32) -> Place:
+        """Returns the place of a slab. ``first``: the index among the slabs of all entries."""
+        slabs = self.slabs_of(blocks)
+        panel = first // slabs
+        index = panel // items
+        return Place(index, panel - index * items, first - panel * slabs)
+
     @cute.jit
-    def load_range(self, call: Call, at: Any, kind: cutlass.Constexpr[int], first: Int32, end: Int32):
-        """Streams the slabs from ``first`` to ``end`` of all entries' panels into the ring buffer. Returns the next position in the
-        ring buffer."""
+    def load_range(self, call: Call, at: Any, kind: cutlass.Constexpr[int], place: Place, left: Int32):
+        """Streams some slabs into the ring buffer. Returns the next position in the ring buffer.
+
+        Args:
+            place: the first slab.
+            left: the number of slabs.
+        """
         layer = call.layer
         items, size, blocks, weights = layer.w13_items, layer.w13_bytes, layer.w13_blocks, layer.w13
         if cutlass.const_expr(kind == W2):
             items, size, blocks, weights = layer.w2_items, layer.w2_bytes, layer.w2_blocks, layer.w2
         slabs = self.slabs_of(blocks)
-        panel = first // slabs  # of all entries
-        begin = first - panel * slabs  # the first slab of the panel
-        index = panel // items
-        panel -= index * items
+        index, panel, begin = place.index, place.panel, place.slab
         expert = entry_of(call.entries[index]).expert
-        left = end - first
         at = self.tell(call, at, ahead_of(item_code(kind, index)))
         while left > 0:
             stop = cutlass.min(begin + left, slabs)
@@ -257,7 +269,7 @@ class Stream(Schedule, Consumers):
                 head = Int32(0)
             for block in cutlass.range(begin * self.slab, cutlass.min(stop * self.slab, blocks), self.slab, unroll=1):
                 count = cutlass.min(blocks - block, self.slab) * PANEL_BLOCK_BYTES + head
-                self.acquire(call, at)
+                self.acquire(call, at, kind)
                 if cute.arch.lane_idx() == 0:
                     call.items[at.stage] = item
                     call.pipe.commit(at, count)

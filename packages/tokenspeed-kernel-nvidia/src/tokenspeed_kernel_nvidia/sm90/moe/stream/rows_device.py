@@ -113,39 +113,56 @@ class Rows(Shapes):
                 maxima[warp] = largest
             cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
             largest = cute.arch.warp_redux_sync(maxima[lane % ROW_WARPS], "max")
-            # The float32 exponent field of amax; clamped, so that rows of zeros have a valid factor.
-            field = cutlass.max(largest >> 23, 8)
-            scale = as_float((261 - cutlass.min(field, 254)) << 23)  # infinity is handled below
-            divisor = Float32(1.0)
-            if const_expr(self.config.rounded):
-                divisor = divisor_of(as_float(largest) * scale, field)
             if row < entry.count:
-                if thread % ROW_THREADS == 0:
-                    nan = Int32(0x7FFFFFFF)
-                    factor = cutlass.select_(field == 255, nan, (field - 7) << 23)
-                    if const_expr(self.config.rounded):
-                        factor = Int32(bits_of(as_float(factor) * divisor))
-                    shared_int(call.factors)[row] = factor
-                small = Int32(0)
-                for turn in cutlass.range_constexpr(self.turns):
-                    chunk = thread % ROW_THREADS + turn * ROW_THREADS
-                    if chunk < chunks:
-                        some = slice(turn * self.chunk_words, (turn + 1) * self.chunk_words)
-                        if const_expr(self.config.rounded):
-                            self.store_rounded(call, chunk, row, scale, divisor, numbers[some])
-                        else:
-                            small += self.store_chunk(call, chunk, row, scale, numbers[some])
-                if const_expr(not self.config.rounded):
-                    small = cute.arch.warp_redux_sync(small, "add")
-                    if lane == 0:
-                        shared_int(call.small)[row * ROW_WARPS + warp] = small
+                self.store_row(call, row, chunks, largest, numbers)
             numbers = ahead
+        self.take_rows(call, item, entry, factors)
+
+    @cute.jit
+    def store_row(self, call: Call, row: Int32, chunks: Int32, largest: Int32, numbers: Any):
+        """Splits a row into fp8 parts, and stores the parts. Half of the warps call this method.
+
+        Args:
+            chunks: the number of chunks of the row, with those past the row's end that MMAs read.
+            largest: the bit pattern of the row's amax.
+            numbers: this thread's elements.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        # The float32 exponent field of amax; clamped, so that rows of zeros have a valid factor.
+        field = cutlass.max(largest >> 23, 8)
+        scale = as_float((261 - cutlass.min(field, 254)) << 23)  # infinity is handled below
+        divisor = Float32(1.0)
+        if const_expr(self.config.rounded):
+            divisor = divisor_of(as_float(largest) * scale, field)
+        if thread % ROW_THREADS == 0:
+            nan = Int32(0x7FFFFFFF)
+            factor = cutlass.select_(field == 255, nan, (field - 7) << 23)
+            if const_expr(self.config.rounded):
+                factor = Int32(bits_of(as_float(factor) * divisor))
+            shared_int(call.factors)[row] = factor
+        small = Int32(0)
+        for turn in cutlass.range_constexpr(self.turns):
+            chunk = thread % ROW_THREADS + turn * ROW_THREADS
+            if chunk < chunks:
+                some = slice(turn * self.chunk_words, (turn + 1) * self.chunk_words)
+                if const_expr(self.config.rounded):
+                    self.store_rounded(call, chunk, row, scale, divisor, numbers[some])
+                else:
+                    small += self.store_chunk(call, chunk, row, scale, numbers[some])
+        if const_expr(not self.config.rounded):
+            small = cute.arch.warp_redux_sync(small, "add")
+            if thread % 32 == 0:
+                shared_int(call.small)[row * ROW_WARPS + thread % ROW_THREADS // 32] = small
+
+    @cute.jit
+    def take_rows(self, call: Call, item: Int32, entry: Any, factors: cute.Tensor):
+        """Waits until all warps have stored their parts of the rows. Loads the factors of the sums of this lane's columns."""
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
         if const_expr(not self.config.rounded):
             self.mark_rows(call, item, entry)
         for tile in cutlass.range_constexpr(self.tiles):
-            factors[tile] = as_float(shared_int(call.factors)[tile * 4 + lane % 4])
+            factors[tile] = as_float(shared_int(call.factors)[tile * 4 + cute.arch.lane_idx() % 4])
 
     @cute.jit
     def mark_rows(self, call: Call, item: Int32, entry: Any):

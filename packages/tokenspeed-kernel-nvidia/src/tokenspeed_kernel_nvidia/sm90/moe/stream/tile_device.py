@@ -134,6 +134,15 @@ class Entry:
     count: Int32
 
 
+@dataclass(frozen=True)
+class Place:
+    """The place of a slab: the index of the entry, the panel within the panels of the expert, and the slab within the panel."""
+
+    index: Int32
+    panel: Int32
+    slab: Int32
+
+
 def entry_code(expert: Int32, first: Int32, count: Int32) -> Int32:
     """Packs an entry into an int32."""
     return expert | first << _EXPERT_BITS | count << (_EXPERT_BITS + _FIRST_BITS)
