@@ -156,19 +156,18 @@ class Consumers(ExactDotProducts):
                 blocks = split_of(item) * self.slab
             else:
                 begin = split_of(item)
-        slab = begin
+        step = Int32(0)
         head = Uint32(0)
-        first_slab = group * self.slab
-        while slab * self.slab < cutlass.max(blocks, 1):
-            if slab > begin:
+        while (begin + step) * self.slab < cutlass.max(blocks, 1):
+            if step > 0:
                 call.pipe.wait(at)
             stage_at = call.ring + at.stage * self.config.stage_bytes
-            if slab == 0 and group == 0:
+            if begin + step + group == 0:
                 head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
                 # MMAs depend only on the words of their blocks, and do not wait for this load. The load must complete before the
                 # stage is released, because a copy into the stage may start then.
                 cute.arch.fence_view_async_shared()
-            first = slab * self.slab + first_slab
+            first = (begin + step + group) * self.slab
             count = cutlass.min(blocks - first, self.slab)
             block_at = stage_at + PANEL_HEAD_BYTES + strip * BLOCK_BYTES
             if count == self.slab:
@@ -180,7 +179,7 @@ class Consumers(ExactDotProducts):
                     self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, first + each, 1, lane, sums)
             self.release(call, at)
             at = skip(at, GROUPS, self.stages)
-            slab += GROUPS
+            step += GROUPS
         call.partial.acquire(to)
         for tile in cutlass.range_constexpr(self.tiles):
             # Multiply in this order. Sums are about 2^60, so a row factor above 2^67, if applied first, would make them infinite.
