@@ -150,24 +150,24 @@ class Consumers(ExactDotProducts):
         blocks = cutlass.select_(kind == END, Int32(0), blocks)
         sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # accumulators of both rows of a lane
         sums.fill(0.0)
-        begin = Int32(0)
+        start = Int32(0)  # the item's first slab
         if const_expr(self.splits):
             if is_head(item):
                 blocks = split_of(item) * self.slab
             else:
-                begin = split_of(item)
+                start = split_of(item)
         step = Int32(0)
         head = Uint32(0)
-        while (begin + step) * self.slab < cutlass.max(blocks, 1):
+        while (start + step) * self.slab < cutlass.max(blocks, 1):
             if step > 0:
                 call.pipe.wait(at)
             stage_at = call.ring + at.stage * self.config.stage_bytes
-            if begin + step + group == 0:
+            if start + step + group == 0:
                 head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
                 # MMAs depend only on the words of their blocks, and do not wait for this load. The load must complete before the
                 # stage is released, because a copy into the stage may start then.
                 cute.arch.fence_view_async_shared()
-            first = (begin + step + group) * self.slab
+            first = (start + step + group) * self.slab
             count = cutlass.min(blocks - first, self.slab)
             block_at = stage_at + PANEL_HEAD_BYTES + strip * BLOCK_BYTES
             if count == self.slab:
