@@ -20,8 +20,8 @@ EXPERTS = 128  # maximum number of experts: four logits for each lane of a warp
 PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
 TILE = 8  # rows of dense weights in a ring stage: the MMA's n
 TILES = 5  # maximum number of tiles per CTA: 5120 rows of qkv on 132 SMs are 39 rows per CTA, five tiles of 8
-# Bytes of a row of dense weights in a ring stage, see `layout`: eight rows fill a stage, and rows of 2880 features have five parts.
-PART_BYTES = 1152
+PART_BYTES = 1152  # maximum bytes of a row of dense weights in a ring stage, see `layout`: eight rows fill a stage
+CHUNK_BYTES = 64  # bytes of a row that a quad of lanes loads at once
 # The row pitch of activations is an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
 WIDTH_PITCH = 2 * WIDTH + 64
 ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 features takes 5760
@@ -62,6 +62,12 @@ EVENTS = (
 CHAIN, PRODUCED = 30, 6
 
 
+def part_bytes(row_bytes: int) -> int:
+    """Returns the bytes of a part of a row of dense weights: parts are as equal as multiples of `CHUNK_BYTES` can be."""
+    parts = -(-row_bytes // PART_BYTES)
+    return -(-row_bytes // (parts * CHUNK_BYTES)) * CHUNK_BYTES
+
+
 @dataclass(frozen=True)
 class Config(StreamConfig):
     """Configuration of one kernel variant. ``slab`` also determines the number of stages.
@@ -75,6 +81,8 @@ class Config(StreamConfig):
             that other warps wait for take longer.
         behind: the number of stages of w13 that may be waiting for MMAs when the loads of w2 begin. With more, CTAs that are ahead
             with w13 take bandwidth from the others.
+        early: the number of stages of w2 that are loaded before this CTA has the rows for w2. With more, loads of the rows take
+            longer.
         prefetch: whether dense weights that do not fit into the ring buffer are prefetched into L2.
         trace: whether the kernel stores the times of `EVENTS`.
         tiles_of_cta: the maximum number of tiles of dense weights per CTA.
@@ -86,6 +94,7 @@ class Config(StreamConfig):
     cooperative: bool = False
     in_flight: tuple[int, int, int, int] = (STAGES,) * 4
     behind: int = STAGES
+    early: int = STAGES
     prefetch: bool = False
     trace: bool = False
     tiles_of_cta: int = TILES
@@ -146,6 +155,7 @@ def config_of(
     most: int = STAGES,
     in_flight: tuple[int, int, int, int] = (4, 4, 6, 6),
     behind: int = STAGES,
+    early: int = STAGES,
     prefetch: bool = False,
     trace: bool = False,
     tiles: int = TILES,
@@ -157,7 +167,7 @@ def config_of(
         counted = (OUT, PARTIALS, TOTALS, LOGITS) if room == 1 else EXCHANGES
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
-        in_flight=in_flight, behind=behind, prefetch=prefetch, trace=trace, tiles_of_cta=tiles,
+        in_flight=in_flight, behind=behind, early=early, prefetch=prefetch, trace=trace, tiles_of_cta=tiles,
     )  # fmt: skip
 
 

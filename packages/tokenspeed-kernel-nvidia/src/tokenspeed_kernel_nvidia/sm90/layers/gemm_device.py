@@ -18,18 +18,17 @@ from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_wor
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import skip
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, mma_m16n8k16, store_floats
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import QUAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import load_words_if
-from tokenspeed_kernel_nvidia.sm90.layers.config import PART_BYTES, TILE, WIDTH_PITCH
+from tokenspeed_kernel_nvidia.sm90.layers.config import CHUNK_BYTES, PART_BYTES, TILE, WIDTH_PITCH
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, value_of, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.split_device import Split
-from tokenspeed_kernel_nvidia.sm90.layers.tile_device import LayerCall
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import PART, QKV_PART, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import GROUPS, MMA_WARPS
 
 CHUNK = 8  # elements of a token that a thread normalises
 BFLOAT16 = 2  # `Vector.kind` of bfloat16
-_QUAD_BITS = QUAD_BYTES.bit_length() - 1
-_STEP = PANEL_STRIPS * QUAD_BYTES  # bytes of a row that the four warps of a warpgroup load at once
+_CHUNK_BITS = CHUNK_BYTES.bit_length() - 1
+_STEP = PANEL_STRIPS * CHUNK_BYTES  # bytes of a row that the four warps of a warpgroup load at once
 _LOADS = PART_BYTES // _STEP  # number of 16-byte loads of a lane in a full stage; the first warps have one more
 
 
@@ -88,16 +87,17 @@ class Gemm(Split):
         Args:
             row_count: the number of this CTA's rows of weights.
             row_bytes: bytes of a row of weights, and of a token.
-            of_qkv: whether this is the GEMM of qkv; for traces.
+            of_qkv: whether this is the GEMM of qkv.
 
         Returns:
             The next position in the ring buffer.
         """
         lane = self.thread() % 32
         group, strip = warp // PANEL_STRIPS, warp % PANEL_STRIPS
-        parts = (row_bytes + PART_BYTES - 1) // PART_BYTES
+        part_bytes = call.kept[QKV_PART if of_qkv else PART]
+        parts = (row_bytes + part_bytes - 1) // part_bytes
         tiles = (row_count + TILE - 1) // TILE
-        inside = strip * QUAD_BYTES + lane % 4 * 16
+        inside = strip * CHUNK_BYTES + lane % 4 * 16
         # Lanes without a token load nothing: for few tokens, shared memory is read mostly for the weights.
         live = lane // 4 < call.tokens
         tokens_at = call.attended_at + cutlass.min(lane // 4, call.tokens - 1) * WIDTH_PITCH + inside
@@ -108,12 +108,12 @@ class Gemm(Split):
             part = (group + 2 * (tile * parts)) % GROUPS  # the first part that this warpgroup computes
             while part < parts:
                 call.pipe.wait(at)
-                left_at = tokens_at + part * PART_BYTES
-                size = cutlass.min(row_bytes - part * PART_BYTES, PART_BYTES)  # of a row
+                left_at = tokens_at + part * part_bytes
+                size = cutlass.min(row_bytes - part * part_bytes, part_bytes)  # of a row
                 # The two chunks of each 128 bytes of odd rows are swapped, unless rows have an odd number of chunks.
-                swapped = row & ~(size >> _QUAD_BITS) & 1
-                right_at = call.ring + at.stage * self.config.stage_bytes + row * size + (inside ^ swapped << _QUAD_BITS)
-                left_bytes = size - strip * QUAD_BYTES  # of a row, from this warp's first chunk on
+                swapped = row & ~(size >> _CHUNK_BITS) & 1
+                right_at = call.ring + at.stage * self.config.stage_bytes + row * size + (inside ^ swapped << _CHUNK_BITS)
+                left_bytes = size - strip * CHUNK_BYTES  # of a row, from this warp's first chunk on
                 # Without a branch for each chunk, all chunks' loads are issued together.
                 if left_bytes > (_LOADS - 1) * _STEP:
                     self.multiply_chunks(sums, left_at, right_at, range(_LOADS), live)

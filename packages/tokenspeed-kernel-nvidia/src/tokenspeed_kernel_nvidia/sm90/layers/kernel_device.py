@@ -42,6 +42,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_int, opt_barr
 from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, prefetch_bulk
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import PIECE_BYTES
 from tokenspeed_kernel_nvidia.sm90.layers.config import (
+    CHUNK_BYTES,
     HEAD_WORDS,
     LAYER_COUNTERS,
     LEFT,
@@ -61,8 +62,10 @@ from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     FIRST_ROW,
     GIVEN_UP,
     LAST_TAG,
+    PART,
     PROJECTION,
     QKV_FIRST_ROW,
+    QKV_PART,
     QKV_ROW_COUNT,
     QKV_WEIGHT,
     ROUTER,
@@ -80,6 +83,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import COMBINE, DONE, 
 def host(config: Config) -> Any:
     """Returns the host function that launches the kernel of a configuration."""
     return Persistent(config)
+
+
+def part_bytes_of(row_bytes: Int32) -> Int32:
+    """Returns `config.part_bytes` of a row."""
+    parts = (row_bytes + PART_BYTES - 1) // PART_BYTES
+    return (row_bytes + parts * CHUNK_BYTES - 1) // (parts * CHUNK_BYTES) * CHUNK_BYTES
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
@@ -213,6 +222,7 @@ class Persistent(Route):
                 qkv_rows = given.attention.qkv_rows
                 call.kept[QKV_FIRST_ROW] = cta * qkv_rows // ctas
                 call.kept[QKV_ROW_COUNT] = (cta + 1) * qkv_rows // ctas - cta * qkv_rows // ctas
+                call.kept[QKV_PART], call.kept[PART] = part_bytes_of(hidden * 2), part_bytes_of(given.width * 2)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp == LOAD_WARP:
@@ -301,11 +311,12 @@ class Persistent(Route):
         """Streams this CTA's rows of dense weights, which have the layout of `layout`. ``column``: of the table of layers. Returns
         the next position in the ring buffer."""
         first = call.address(column) + Int64(first_row) * row_bytes
+        part_bytes = call.kept[QKV_PART if column == QKV_WEIGHT else PART]
         stages = Int32(0)
         for tile in cutlass.range(0, row_count, TILE, unroll=1):
             count = cutlass.min(row_count - tile, TILE)
-            for part in cutlass.range(0, row_bytes, PART_BYTES, unroll=1):
-                size = cutlass.min(row_bytes - part, PART_BYTES)
+            for part in cutlass.range(0, row_bytes, part_bytes, unroll=1):
+                size = cutlass.min(row_bytes - part, part_bytes)
                 if const_expr(self.config.prefetch) and stages == self.stages:
                     # The ring buffer is full until MMA warps begin with these weights. Memory is idle meanwhile.
                     self.prefetch_rows(first + Int64(tile) * row_bytes, (row_count - tile) * row_bytes)
@@ -319,6 +330,13 @@ class Persistent(Route):
         for _ in cutlass.range((GROUPS - stages % GROUPS) % GROUPS, unroll=1):
             at = self.tell_one(call, at, item_code(COMBINE))
         return at
+
+    @cute.jit
+    def hold(self, call: LayerCall, kind: cutlass.Constexpr[int], told: Any, issued: Int32):
+        # The MMA warps release the messages when they have prepared the rows.
+        if const_expr(kind == W2 and self.config.early < self.stages):
+            if issued == self.config.early:
+                call.pipe.acquire(skip(told, self.stages - 1, self.stages))
 
     def acquire(self, call: LayerCall, at: Any, kind: int) -> None:
         self.acquire_below(call, at, self.config.in_flight[2 + kind])

@@ -29,7 +29,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, C
 COLUMNS = 14
 # Indices of `LayerCall.kept`.
 FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP, QKV_FIRST_ROW, QKV_ROW_COUNT = range(6)
-LENGTH, TOKEN, HEAD, SPLIT, FIRST_QUAD, END_QUAD, LAST_TAG = range(6, 13)
+LENGTH, TOKEN, HEAD, SPLIT, FIRST_QUAD, END_QUAD, LAST_TAG, QKV_PART, PART = range(6, 15)
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class LayerCall(Call):
         chosen: the expert of each pair.
         kept: this CTA's first row of the projection, the number of its rows, the number of experts whose logits it computes,
             whether one of its warps has given up, the first row and the number of rows of qkv, and its share of attention: the
-            number of keys, the token, the key head, and the split; its range of the output, in groups of four elements; and the
-            tag of the last launch's last layer.
+            number of keys, the token, the key head, and the split; its range of the output, in groups of four elements; the tag
+            of the last launch's last layer; and `part_bytes` of the weights of qkv and of the projection.
         table: a copy of the table of layers.
         angles: cosines and sines for that token.
         known_tiles, known_offsets: for each warp, the first tile of a layer with a window and of a layer without, and the tile's
@@ -246,7 +246,7 @@ def storage_of(config: Any) -> Any:
         items: cute.struct.MemRange[Int32, config.stages]
         partial_items: cute.struct.MemRange[Int32, BUFFERS]
         sizes: cute.struct.MemRange[Int32, 2]
-        kept: cute.struct.MemRange[Int32, 13]
+        kept: cute.struct.MemRange[Int32, 15]
         known_tiles: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
         known_offsets: cute.struct.MemRange[Int64, 2 * MMA_WARPS]
         table: cute.struct.MemRange[Int64, COLUMNS * MOST_LAYERS]
