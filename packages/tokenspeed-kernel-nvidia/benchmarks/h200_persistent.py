@@ -174,8 +174,8 @@ class Batch:
         qkv, stream = (found, x) if residual is None else found
         q = qkv.view(self.tokens, -1, HEAD_DIM)[:, : model.heads]
         attended = ops.mha_decode_with_kvcache(
-            q, k_cache, v_cache, self.pages, self.lengths, self.context, softmax_scale=HEAD_DIM**-0.5, window_left=of_layer.window_left,
-            sinks=of_layer.sinks,
+            q, k_cache, v_cache, self.pages, self.lengths, self.context, softmax_scale=HEAD_DIM**-0.5,
+            window_left=of_layer.window_left, sinks=of_layer.sinks,
         )  # fmt: skip
         projected = ops.mm(attended.flatten(1), of_layer.projection.t(), bias=of_layer.projection_bias)
         normed, weights, ids, total = ops.rmsnorm_moe_topk(

@@ -239,8 +239,8 @@ def test_like_the_separate_kernels(sm90: torch.device, tokens: int) -> None:
 
 
 def test_concurrent_graphs_and_calls(sm90: torch.device) -> None:
-    """Two graphs and an eager call run at the same time on three streams, many times. Launches of the kernel wait for one another, and
-    do not deadlock."""
+    """Two graphs and an eager call run at the same time on three streams, many times. Launches wait for one another, and do not
+    deadlock."""
     pytest.importorskip("tokenspeed_kernel")
     calls = [fresh(prepared(CASES[LARGE.format(1)], sm90)) for _ in range(2)]
     wanted = [decoder_layers(**call, override=ONE).clone() for call in calls]

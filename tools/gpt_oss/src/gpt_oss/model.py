@@ -174,8 +174,7 @@ class GptOss:
         }
 
     def _runs_in_one_call(self, arguments: dict[str, Any]) -> bool:
-        """Returns whether a decode pass calls `decoder_layers`. The selection for a number of tokens is made once, like the selection
-        for the experts' weights."""
+        """Returns whether a decode pass calls `decoder_layers`. The selection is made at the first pass with a number of tokens."""
         if self.one_call is not None:
             return self.one_call
         cache = arguments["k_cache"]

@@ -282,9 +282,7 @@ def _(
         check.require(longest <= most, "cache_seqlens", f"at most {most}, what the pages of page_table hold", longest)
         paging = {"page_table": page_table, "cache_seqlens": cache_seqlens, "max_seqlen_k": most, "max_seqlen_q": 1}
         window = -1 if -1 in weights.windows else max(weights.windows)
-        mha_decode_with_kvcache.operator.run_hook(
-            "check_values", {**paging, "k_cache": k_cache[0], "window_left": window}, check
-        )
+        mha_decode_with_kvcache.operator.run_hook("check_values", {**paging, "k_cache": k_cache[0], "window_left": window}, check)
 
 
 @decoder_layers.prepare
@@ -424,9 +422,7 @@ def _(cache_seqlens: Tensor) -> dict[str, list[int]]:
 
 
 @decoder_layers.vary
-def _(
-    variation: Variation, k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, slot_mapping: Tensor
-) -> dict[str, Tensor]:
+def _(variation: Variation, k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
     page_size = k_cache.shape[2]
     if variation.want is Want.CAPTURED:
         batch, width = page_table.shape

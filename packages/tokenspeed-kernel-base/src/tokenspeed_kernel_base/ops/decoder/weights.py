@@ -99,8 +99,8 @@ class DecoderWeights(Resource):
     @property
     def card(self) -> str:
         """Says how many layers there are, and how many of them have windows."""
-        windowed = sum(window >= 0 for window in self.windows)
-        return f"{len(self.layers)} layers, {windowed} of them with a window; experts in the layout {layout_of(self.layers[0].experts)}"
+        windowed, layout = sum(window >= 0 for window in self.windows), layout_of(self.layers[0].experts)
+        return f"{len(self.layers)} layers, {windowed} of them with a window; experts in the layout {layout}"
 
 
 def _described(index: int, layer: DecoderLayer) -> tuple[tuple[str, Any], ...]:

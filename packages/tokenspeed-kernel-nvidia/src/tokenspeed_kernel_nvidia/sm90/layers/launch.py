@@ -4,19 +4,19 @@ For each layer the kernel normalises, computes queries, keys and values, rotates
 attention, adds the output projection to the layer's input, normalises, routes, runs the mxfp4 experts, and adds their weighted sum.
 Weights of all these steps pass through one ring buffer per SM, so the producer need not stop between steps.
 
-The kernel reads all weights where they are: dense weights as stored, experts in the layout of `mxfp4.layout`, which `moe_apply` reads
-too. So the layers need no second copy of any weight. For each pair of weights and caches, a table of addresses is kept, of 4 KB for
-36 layers. Each stream, each captured launch and each number of tokens has its own scratch memory, of about 1 MB for GPT-OSS-120B.
+The kernel reads all weights where they are: dense weights as stored, experts in the layout of `mxfp4.layout`, which `moe_apply`
+reads too. So no weight needs a second copy. For each pair of weights and caches, a table of addresses is kept, of 4 KB for 36
+layers. Each stream, each captured launch and each number of tokens has its own scratch memory, of 1 MB for GPT-OSS-120B.
 
 Forward progress. CTAs wait for one another, so all CTAs of a launch must run at once, see `kernel_device`. The launch is
-cooperative: the driver starts either all CTAs or none. So a launch waits while other streams' kernels, or a launch of this kernel on
-another stream, occupy SMs, and never holds some SMs while it waits for others.
+cooperative: the driver starts either all CTAs or none. So a launch waits while other streams' kernels occupy SMs, also another
+launch of this kernel. It never holds some SMs while it waits for others.
 
 Rounding is as in `rmsnorm`, `mm`, `apply_rope`, `rmsnorm_moe_topk` and `moe_apply`. Results have the same bits in every run.
 
 With one token the kernel is faster than separate kernels, and preferred to them. With more tokens it is slower, and selected only
-if it is preferred by name. Microseconds of a layer of GPT-OSS-120B on an H200 with 1, 2 and 4 tokens (`benchmarks/h200_persistent.py`):
-46.3, 64 and 90; with separate kernels 49.6, 59 and 82. These are launches that are not cooperative.
+if it is preferred by name. Microseconds of a layer of GPT-OSS-120B on an H200 with 1, 2 and 4 tokens: 46.3, 64 and 90; with
+separate kernels 49.6, 59 and 82 (`benchmarks/h200_persistent.py`, launches that are not cooperative).
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def table_of(layers: Sequence[DecoderLayer], caches: Sequence[tuple[Tensor, Tens
     rows = []
     for layer, cache in zip(layers, caches, strict=True):
         before = (layer.input_norm, layer.qkv, layer.qkv_bias, layer.sinks, *cache)
-        after = (layer.projection, layer.projection_bias, layer.norm, layer.router, layer.router_bias)
-        after += (layer.experts.w13_weight, layer.experts.w2_weight)
+        dense = (layer.projection, layer.projection_bias, layer.norm, layer.router, layer.router_bias)
+        after = (*dense, layer.experts.w13_weight, layer.experts.w2_weight)
         window = _EVERY_KEY if layer.window_left < 0 else layer.window_left + 1
         rows.append([*map(_address, before), window, *map(_address, after)])
     return torch.tensor(rows, dtype=torch.int64, device=layers[0].qkv.device)
@@ -192,7 +192,8 @@ def table_of(layers: Sequence[DecoderLayer], caches: Sequence[tuple[Tensor, Tens
 
 def _address(tensor: Tensor | None) -> int:
     assert tensor is not None  # `_check_layer` has checked this
-    return tensor.data_ptr()
+    address: int = tensor.data_ptr()
+    return address
 
 
 # -- the operator --------------------------------------------------------------------------------------------------------------
