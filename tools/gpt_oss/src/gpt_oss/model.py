@@ -184,7 +184,7 @@ class GptOss:
             chosen = None
             # The operator takes only caches of the model's dtype.
             if cache.dtype == self.dtype:
-                chosen = tokenspeed_kernel.decoder_layers.explain(**arguments).chosen
+                chosen = tokenspeed_kernel.get_operator("decoder_layers").function.explain(**arguments).chosen
             found = self._served[key] = chosen is not None and chosen.solution not in ("composed", "reference")
         return found
 
