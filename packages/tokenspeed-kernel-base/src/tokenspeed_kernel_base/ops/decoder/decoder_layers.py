@@ -21,7 +21,7 @@ from tokenspeed_kernel_base.ops.decoder.weights import DENSE, EXPERTS, DecoderLa
 from tokenspeed_kernel_base.ops.gemm.mm import mm
 from tokenspeed_kernel_base.ops.kvcache.slots import check_slots
 from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs as expert_inputs
-from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.moe_apply import drawn_as, moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import OPERAND_FORMATS, PLAN_KINDS, MoEPlan, intermediates_of, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
 from tokenspeed_kernel_base.planning import Preparation
@@ -321,6 +321,57 @@ def _caches(draw: Draw, held: Tensor, layers: int, kv_heads: int, head_dim: int,
     return {name: draw_cache(draw, every, kv_heads, head_dim, dtype=dtype, stale=True) for name in ("k_cache", "v_cache")}
 
 
+def _drawn_layers(
+    draw: Draw,
+    windows: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    sizes: Sequence[int],
+    sinks: bool,
+    bias: bool,
+    router_bias: bool,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Draws the layers' weights, and returns them with the plan of their experts.
+
+    The router's bias determines which experts are selected, in each layer other ones. So errors of the residual stream do not
+    change the selection.
+
+    Args:
+        windows: the ``window_left`` of each layer.
+        sizes: ``num_experts``, ``top_k``, ``hidden_size`` and ``intermediate_size``.
+        bias: whether attention has biases.
+        options: further fields of the plan.
+    """
+    (experts, top_k, hidden, _), dtype = sizes, options["dtype"]
+    width, columns = heads * head_dim, (heads + 2 * kv_heads) * head_dim
+    expert_weights = expert_inputs(0, *sizes, **options)
+
+    def dense(*shape: int, scale: float = 1.0) -> Tensor:
+        return draw.normal(*shape, dtype=dtype, scale=scale)
+
+    plan, layers = None, []
+    for window in windows:
+        drawn = expert_weights(draw)
+        plan, selected = drawn["plan"], draw.permutation(experts) < top_k
+        layer = DecoderLayer(
+            input_norm=1 + dense(hidden, scale=0.1),
+            qkv=dense(columns, hidden, scale=hidden**-0.5),
+            projection=dense(hidden, width, scale=width**-0.5),
+            norm=1 + dense(hidden, scale=0.1),
+            router=dense(experts, hidden, scale=hidden**-0.5),
+            experts=drawn["weights"],
+            window_left=window,
+            qkv_bias=dense(columns, scale=0.5) if bias else None,
+            projection_bias=dense(hidden, scale=0.1) if bias else None,
+            sinks=draw.normal(heads) if sinks else None,
+            router_bias=torch.where(selected, 6.0, -6.0).to(dtype) if router_bias else None,
+        )
+        layers.append(layer)
+    return {"weights": DecoderWeights(layers), "plan": plan}
+
+
 @recipe
 def _inputs(
     kv_lens: Sequence[int],
@@ -341,49 +392,27 @@ def _inputs(
 ) -> Callable[[Draw], dict[str, Any]]:
     """Draws layers and a decode step of one token for each sequence.
 
-    The router's bias determines which experts are selected, in each layer other ones. So errors of the residual stream do not
-    change the selection.
-
     Args:
         windows: the ``window_left`` of each layer.
         bias: whether attention has biases.
         options: further fields of the plan.
     """
-    tokens, heads = len(kv_lens), kv_heads * gqa_ratio
-    width, columns = heads * head_dim, (heads + 2 * kv_heads) * head_dim
-    layer_inputs = expert_inputs(tokens, experts, top_k, hidden, intermediate, dtype=dtype, **options)
-
-    def dense(draw: Draw, *shape: int, scale: float = 1.0) -> Tensor:
-        return draw.normal(*shape, dtype=dtype, scale=scale)
-
-    def layer(draw: Draw, window: int, drawn: dict[str, Any]) -> DecoderLayer:
-        selected = draw.permutation(experts) < top_k
-        return DecoderLayer(
-            input_norm=1 + dense(draw, hidden, scale=0.1),
-            qkv=dense(draw, columns, hidden, scale=hidden**-0.5),
-            projection=dense(draw, hidden, width, scale=width**-0.5),
-            norm=1 + dense(draw, hidden, scale=0.1),
-            router=dense(draw, experts, hidden, scale=hidden**-0.5),
-            experts=drawn["weights"],
-            window_left=window,
-            qkv_bias=dense(draw, columns, scale=0.5) if bias else None,
-            projection_bias=dense(draw, hidden, scale=0.1) if bias else None,
-            sinks=draw.normal(heads) if sinks else None,
-            router_bias=torch.where(selected, 6.0, -6.0).to(dtype),
-        )
+    tokens = len(kv_lens)
 
     def make(draw: Draw) -> dict[str, Any]:
         paging, held = _paging(draw, kv_lens, page_size, None)
-        drawn = [layer_inputs(draw) for _ in windows]
+        sizes = experts, top_k, hidden, intermediate
+        drawn = _drawn_layers(
+            draw, windows, kv_heads * gqa_ratio, kv_heads, head_dim, sizes, sinks, bias, True, {"dtype": dtype, **options}
+        )
         rotated = head_dim if rotary_dim is None else rotary_dim
         angles = draw.uniform(max(kv_lens, default=0) + 1, rotated // 2, high=6.0)
         return {
-            "x": dense(draw, tokens, hidden),
-            "weights": DecoderWeights([layer(draw, window, each) for window, each in zip(windows, drawn, strict=True)]),
+            "x": draw.normal(tokens, hidden, dtype=dtype),
+            **drawn,
             **_caches(draw, held, len(windows), kv_heads, head_dim, dtype),
             **paging,
             "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), 1),
-            "plan": drawn[0]["plan"],
         }
 
     return make
@@ -417,18 +446,31 @@ def _() -> list[Case]:
 
 
 @decoder_layers.work
-def _(cache_seqlens: Tensor) -> dict[str, list[int]]:
-    return {"kv_lens": cache_seqlens.tolist()}
+def _(weights: DecoderWeights, k_cache: Tensor, cache_seqlens: Tensor) -> dict[str, list[int]]:
+    # A capture has no description of the weights. So it gets here what the other arguments do not determine.
+    first, head_dim = weights.layers[0], k_cache.shape[4]
+    given = [first.sinks is not None, first.qkv_bias is not None, first.router_bias is not None]
+    heads = first.projection.shape[1] // head_dim
+    return {
+        "kv_lens": cache_seqlens.tolist(), "windows": list(weights.windows), "heads": [heads], "given": list(map(int, given)),
+    }  # fmt: skip
 
 
 @decoder_layers.vary
-def _(variation: Variation, k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
+def _(
+    variation: Variation, k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, slot_mapping: Tensor, plan: MoEPlan
+) -> dict[str, Any]:
     page_size = k_cache.shape[2]
     if variation.want is Want.CAPTURED:
         batch, width = page_table.shape
-        paging, held = _paging(variation.draw, variation.values("kv_lens", batch, width * page_size), page_size, width)
         layers, _, _, kv_heads, head_dim = k_cache.shape
-        return {**paging, **_caches(variation.draw, held, layers, kv_heads, head_dim, k_cache.dtype)}
+        paging, held = _paging(variation.draw, variation.values("kv_lens", batch, width * page_size), page_size, width)
+        windows, (heads,) = variation.values("windows", layers, -1), variation.values("heads", 1, kv_heads)
+        given = map(bool, variation.values("given", 3, 1))
+        sizes, options = drawn_as(plan)
+        drawn = _drawn_layers(variation.draw, windows, heads, kv_heads, head_dim, sizes, *given, options)
+        paging["slot_mapping"] = paging["slot_mapping"].to(slot_mapping.dtype)
+        return {**drawn, **paging, **_caches(variation.draw, held, layers, kv_heads, head_dim, k_cache.dtype)}
     if variation.want is Want.UNUSED or not cache_seqlens.numel():
         return {}
     shorter = (cache_seqlens * 2 // 3).clamp(min=1)
