@@ -290,10 +290,12 @@ def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> DecoderWeights:
     """Prepares the experts of every layer for the plan's kernel; all other weights are shared with the given object."""
     if not isinstance(weights, DecoderWeights):
         preparation.check.fail("weights", "a DecoderWeights", type(weights).__name__, TypeError)
-    experts = [
-        moe_apply.operator.run_hook("prepare", {"weights": layer.experts, "plan": plan}, preparation) for layer in weights.layers
-    ]
-    return DecoderWeights([dataclasses.replace(layer, experts=each) for layer, each in zip(weights.layers, experts, strict=True)])
+    made: dict[int, Any] = {}  # layers may share their experts
+    for layer in weights.layers:
+        if id(layer.experts) not in made:
+            given = {"weights": layer.experts, "plan": plan}
+            made[id(layer.experts)] = moe_apply.operator.run_hook("prepare", given, preparation)
+    return DecoderWeights([dataclasses.replace(layer, experts=made[id(layer.experts)]) for layer in weights.layers])
 
 
 @decoder_layers.fake
@@ -332,6 +334,7 @@ def _drawn_layers(
     bias: bool,
     router_bias: bool,
     options: dict[str, Any],
+    shared: bool = False,
 ) -> dict[str, Any]:
     """Draws the layers' weights, and returns them with the plan of their experts.
 
@@ -343,6 +346,7 @@ def _drawn_layers(
         sizes: ``num_experts``, ``top_k``, ``hidden_size`` and ``intermediate_size``.
         bias: whether attention has biases.
         options: further fields of the plan.
+        shared: whether all layers have the same experts, to save memory.
     """
     (experts, top_k, hidden, _), dtype = sizes, options["dtype"]
     width, columns = heads * head_dim, (heads + 2 * kv_heads) * head_dim
@@ -351,10 +355,11 @@ def _drawn_layers(
     def dense(*shape: int, scale: float = 1.0) -> Tensor:
         return draw.normal(*shape, dtype=dtype, scale=scale)
 
-    plan, layers = None, []
+    drawn: dict[str, Any] = {}
+    layers = []
     for window in windows:
-        drawn = expert_weights(draw)
-        plan, selected = drawn["plan"], draw.permutation(experts) < top_k
+        drawn = drawn if shared and drawn else expert_weights(draw)
+        selected = draw.permutation(experts) < top_k
         layer = DecoderLayer(
             input_norm=1 + dense(hidden, scale=0.1),
             qkv=dense(columns, hidden, scale=hidden**-0.5),
@@ -369,7 +374,7 @@ def _drawn_layers(
             router_bias=torch.where(selected, 6.0, -6.0).to(dtype) if router_bias else None,
         )
         layers.append(layer)
-    return {"weights": DecoderWeights(layers), "plan": plan}
+    return {"weights": DecoderWeights(layers), "plan": drawn["plan"]}
 
 
 @recipe
@@ -468,7 +473,7 @@ def _(
         windows, (heads,) = variation.values("windows", layers, -1), variation.values("heads", 1, kv_heads)
         given = map(bool, variation.values("given", 3, 1))
         sizes, options = drawn_as(plan)
-        drawn = _drawn_layers(variation.draw, windows, heads, kv_heads, head_dim, sizes, *given, options)
+        drawn = _drawn_layers(variation.draw, windows, heads, kv_heads, head_dim, sizes, *given, options, shared=True)
         paging["slot_mapping"] = paging["slot_mapping"].to(slot_mapping.dtype)
         return {**drawn, **paging, **_caches(variation.draw, held, layers, kv_heads, head_dim, k_cache.dtype)}
     if variation.want is Want.UNUSED or not cache_seqlens.numel():

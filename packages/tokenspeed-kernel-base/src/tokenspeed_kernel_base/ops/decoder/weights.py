@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +96,27 @@ class DecoderWeights(Resource):
         keys = tuple(layer.experts.key if isinstance(layer.experts, Resource) else None for layer in self.layers)
         self.key: Hashable = (alike, self.windows, keys)
 
+    def converted(self, convert: Callable[[Tensor], Tensor]) -> DecoderWeights:
+        """Returns weights whose tensors are the results of ``convert`` for these tensors. Layers that share experts still do."""
+        experts: dict[int, MoEWeights] = {}
+        layers = []
+        for layer in self.layers:
+            if id(layer.experts) not in experts:
+                experts[id(layer.experts)] = dataclasses.replace(layer.experts, **_converted(layer.experts, EXPERTS, convert))
+            dense = _converted(layer, DENSE, convert)
+            layers.append(dataclasses.replace(layer, **dense, experts=experts[id(layer.experts)]))
+        return DecoderWeights(layers)
+
     @property
     def card(self) -> str:
         """Says how many layers there are, and how many of them have windows."""
         windowed, layout = sum(window >= 0 for window in self.windows), layout_of(self.layers[0].experts)
         return f"{len(self.layers)} layers, {windowed} of them with a window; experts in the layout {layout}"
+
+
+def _converted(holder: Any, names: Sequence[str], convert: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+    tensors = {name: getattr(holder, name) for name in names}
+    return {name: None if tensor is None else convert(tensor) for name, tensor in tensors.items()}
 
 
 def _described(index: int, layer: DecoderLayer) -> tuple[tuple[str, Any], ...]:
