@@ -18,6 +18,7 @@ import torch
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.operator import get_operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.ops.gemm.linear import linear
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
@@ -43,6 +44,19 @@ def like(value: Any, **changes: Any) -> Any:
 
 def ints(*values: Any, dtype: torch.dtype = I32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
+
+
+def decoder_layer(**changes: Any) -> DecoderLayer:
+    """Returns a layer with 4 query heads and 2 key heads of 8 elements, and 4 experts, with some changed weights."""
+    experts = MoEWeights(ones(4, 12, 8), None, None, ones(4, 8, 6), None, None)
+    weights = {"qkv": ones(64, 8), "projection": ones(8, 32), "router": ones(4, 8), "experts": experts}
+    return DecoderLayer(**{"input_norm": ones(8), "norm": ones(8), **weights, **changes})
+
+
+def decoder_weights(**changes: Any) -> DecoderWeights:
+    """Returns two equal layers."""
+    layer = decoder_layer(**changes)
+    return DecoderWeights([layer, layer])
 
 
 def _valid() -> dict[str, dict[str, Any]]:
@@ -111,6 +125,11 @@ def _valid() -> dict[str, dict[str, Any]]:
             "x": ones(3, 8), "norm_weight": ones(8), "qkv_weight": ones(8, 64), "positions": ints(0, 1, 2, dtype=I64),
             "cos_sin_cache": ones(16, 8, dtype=F32), "kv_heads": 2, "head_dim": 8, "k_cache": ones(6, 4, 2, 8),
             "v_cache": ones(6, 4, 2, 8), "slot_mapping": ints(0, 5, -1),
+        },
+        "decoder_layers": {
+            "x": ones(2, 8), "weights": decoder_weights(), "k_cache": ones(2, 6, 4, 2, 8), "v_cache": ones(2, 6, 4, 2, 8),
+            "page_table": ints([0, 1], [2, 3]), "cache_seqlens": ints(7, 5), "slot_mapping": ints(6, 12),
+            "cos_sin_cache": ones(16, 8, dtype=F32), "plan": moe_apply.plan(4, 2, 8, 6),
         },
         "all_reduce": {"x": ones(3, 8), "group": ProcessGroup.of()},
         "all_gather": {"x": ones(3, 8), "group": ProcessGroup.of()},
@@ -254,6 +273,23 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("linear", {"plan": linear.plan(8, 4, bias=True)}, V, r"weights.bias must be a tensor, because plan.bias is True, got None"),
     ("mm_add", {"b": ones(8, 4, dtype=F32)}, T, r"b must be a tensor of bfloat16, got float32"),
     ("mm_add", {"residual": ones(3, 8)}, V, r"residual must be of shape \[m, n\] where n is 4 in b, got \[3, 8\]"),
+    ("decoder_layers", {"x": ones(3, 8)}, V, r"x must be of shape \[tokens, hidden\] where tokens is 2 in cache_seqlens, got \[3, 8\]"),
+    ("decoder_layers", {"k_cache": ones(3, 6, 4, 2, 8)}, V, r"k_cache must be of shape .* where layers is 2 in weights, got \[3, 6, 4, 2, 8\]"),
+    ("decoder_layers", {"v_cache": ones(2, 6, 4, 2, 8, dtype=F32)}, T, r"v_cache must be a tensor of bfloat16, got float32"),
+    ("decoder_layers", {"page_table": ints([0, 1])}, V, r"page_table must be of shape \[batch, max_pages\] where batch is 2 in cache_seqlens, .*"),
+    ("decoder_layers", {"page_table": ints([0, 6], [2, 3])}, V, r"page_table\[0, 1\] must be a page of k_cache, 0 to 5, .*, got 6"),
+    ("decoder_layers", {"cache_seqlens": ints(7, 0)}, V, r"cache_seqlens must be at least 1, got 0"),
+    ("decoder_layers", {"cache_seqlens": ints(9, 5)}, V, r"cache_seqlens must be at most 8, what the pages of page_table hold, got 9"),
+    ("decoder_layers", {"cos_sin_cache": ones(6, 8, dtype=F32)}, V, r"cache_seqlens must be at most 6, the positions of cos_sin_cache, got 7"),
+    ("decoder_layers", {"cos_sin_cache": ones(16, 7, dtype=F32)}, V, r"cos_sin_cache must be of an even rotary_dim, .*, got \[16, 7\]"),
+    ("decoder_layers", {"slot_mapping": ints(6, 6)}, V, r"slot_mapping must be of distinct slots .*, got slot 6 for tokens \[0, 1\]"),
+    ("decoder_layers", {"eps": 0.0}, V, r"eps must be positive, got 0.0"),
+    ("decoder_layers", {"weights": decoder_weights(projection=ones(8, 24))}, V, r"weights.layers\[0\].projection must be of shape \[hidden, width\] where .*"),
+    ("decoder_layers", {"weights": decoder_weights(qkv=ones(60, 8))}, V, r"weights.layers\[0\].qkv, transposed, must be of \(heads .*, got \[8, 60\]"),
+    ("decoder_layers", {"weights": decoder_weights(sinks=ones(4))}, T, r"weights.layers\[0\].sinks must be a tensor of float32, got bfloat16"),
+    ("decoder_layers", {"weights": decoder_weights(router=ones(5, 8))}, V, r"weights.layers\[0\].router, transposed, must be of shape .*, got \[8, 5\]"),
+    ("decoder_layers", {"weights": decoder_layer()}, T, r"weights must be DecoderWeights, got DecoderLayer .*"),
+    ("decoder_layers", {"plan": moe_apply.plan(4, 2, 8, 8)}, V, r"weights.w13_weight must be of shape .* where 2\*intermediate is 16 in .*"),
     ("moe_apply_add", {"residual": ones(3, 4)}, V, r"residual must be of shape \[tokens, hidden\] where .*, got \[3, 4\]"),
     ("moe_apply_add", {"topk_ids": ints([0, 1], [2, 4], [1, 0])}, V, r"topk_ids must be below plan.num_experts = 4, got an id 4"),
     ("moe_topk_apply", {"logits": ones(3, 5)}, V, r"logits must be of shape \[tokens, 4\], which plan.num_experts is, got \[3, 5\]"),

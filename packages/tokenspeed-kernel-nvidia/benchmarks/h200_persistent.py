@@ -41,11 +41,12 @@ from persistent_trace import gathered, table
 import tokenspeed_kernel as ops
 from tokenspeed_kernel.workbench.benchmark import write_result
 from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
+from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import config_of as mm_config_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
 from tokenspeed_kernel_nvidia.sm90.layers.config import ATTENDED, EXCHANGES, HEAD_DIM, PARTIALS, QKV, TOTALS, Config, config_of
-from tokenspeed_kernel_nvidia.sm90.layers.launch import LayerWeights, PersistentLayers, persistent_program
+from tokenspeed_kernel_nvidia.sm90.layers.launch import PersistentLayers, persistent_program
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of as stream_config_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import stream_program
 
@@ -102,7 +103,7 @@ class Model:
 
     def __init__(self, layers: int, device: torch.device, shape: Shape = SHAPE, kv_heads: int = 8, group: int = 8) -> None:
         self.device, self.random = device, torch.Generator(device).manual_seed(0)
-        self.weights: list[LayerWeights] = []
+        self.weights: list[DecoderLayer] = []
         self.plan: Any = None
         self.kv_heads, self.heads = kv_heads, kv_heads * group
         rows, width = (self.heads + 2 * kv_heads) * HEAD_DIM, self.heads * HEAD_DIM
@@ -115,12 +116,12 @@ class Model:
                 beta=plan.beta, override="cutedsl_moe_apply_mxfp4",
             )  # fmt: skip
             hidden, experts = plan.hidden_size, plan.num_experts
-            of_layer = LayerWeights(
+            of_layer = DecoderLayer(
                 input_norm=1 + self.normal(hidden, scale=0.1),
                 qkv=self.normal(rows, hidden, scale=hidden**-0.5),
                 qkv_bias=self.normal(rows, scale=0.1),
                 sinks=self.normal(self.heads).float(),
-                window=None if index % 2 else WINDOW,
+                window_left=-1 if index % 2 else WINDOW - 1,
                 projection=self.normal(hidden, width, scale=width**-0.5),
                 projection_bias=self.normal(hidden, scale=0.1),
                 norm=1 + self.normal(hidden, scale=0.1),
@@ -172,10 +173,9 @@ class Batch:
         )  # fmt: skip
         qkv, stream = (found, x) if residual is None else found
         q = qkv.view(self.tokens, -1, HEAD_DIM)[:, : model.heads]
-        window = -1 if of_layer.window is None else of_layer.window - 1
         attended = ops.mha_decode_with_kvcache(
-            q, k_cache, v_cache, self.pages, self.lengths, self.context, softmax_scale=HEAD_DIM**-0.5, window_left=window,
-            sinks=of_layer.sinks,
+            q, k_cache, v_cache, self.pages, self.lengths, self.context, softmax_scale=HEAD_DIM**-0.5,
+            window_left=of_layer.window_left, sinks=of_layer.sinks,
         )  # fmt: skip
         projected = ops.mm(attended.flatten(1), of_layer.projection.t(), bias=of_layer.projection_bias)
         normed, weights, ids, total = ops.rmsnorm_moe_topk(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.layers.config import (
@@ -25,7 +26,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     config_of,
     every_config,
 )
-from tokenspeed_kernel_nvidia.sm90.layers.launch import LayerWeights, PersistentLayers
+from tokenspeed_kernel_nvidia.sm90.layers.launch import PersistentLayers
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, GROUPS, SHARED_BYTES
 
 from .experts import GPT_OSS, RandomLayer
@@ -59,14 +60,21 @@ class Model:
         self.tokens, self.kv_heads, self.heads = tokens, kv_heads, kv_heads * group
         rows, width = (self.heads + 2 * kv_heads) * HEAD_DIM, self.heads * HEAD_DIM
         self.weights = [
-            LayerWeights(
-                1 + self.normal(hidden) / 8, 2 * self.normal(rows, hidden) / hidden**0.5, self.normal(rows) / 4,
-                self.normal(self.heads).float(), None if index % 2 else max(keys // 3, 1),
-                self.normal(hidden, width) / width**0.5, self.normal(hidden), self.normal(hidden),
-                2 * self.normal(experts, hidden) / hidden**0.5, self.normal(experts), layer.prepared,
+            DecoderLayer(
+                input_norm=1 + self.normal(hidden) / 8,
+                qkv=2 * self.normal(rows, hidden) / hidden**0.5,
+                qkv_bias=self.normal(rows) / 4,
+                sinks=self.normal(self.heads).float(),
+                window_left=-1 if index % 2 else max(keys // 3, 1) - 1,
+                projection=self.normal(hidden, width) / width**0.5,
+                projection_bias=self.normal(hidden),
+                norm=self.normal(hidden),
+                router=2 * self.normal(experts, hidden) / hidden**0.5,
+                router_bias=self.normal(experts),
+                experts=layer.prepared,
             )
             for index, layer in enumerate(self.experts)
-        ]  # fmt: skip
+        ]
         self.plan = self.experts[0].plan
         self.x = self.normal(tokens, hidden)
         # Sequences from the longest to the shortest, some of which have a single split. Pages that no sequence has hold NaN.
@@ -121,7 +129,7 @@ class Model:
                 for cache, new in ((k_cache, k), (v_cache, v)):
                     stored = cache[slot // page_size, slot % page_size].double()
                     assert (stored - new[token]).abs().max() <= 2 * torch.finfo(BF16).eps * new[token].abs().max()
-            first = 0 if weights.window is None else max(length - weights.window, 0)
+            first = 0 if weights.window_left < 0 else max(length - 1 - weights.window_left, 0)
             at = torch.arange(first, length - 1, device=x.device)
             pages = self.pages[token].long()[at // page_size]
             keys, values = (

@@ -56,6 +56,7 @@ IDS: dict[str, dict[str, Callable[[Arguments], int | None]]] = {
     "causal_conv1d_prefill": {"state_slots": _negative},
     "compact_kv_cache": {"path": _nodes},
     "copy_kv_pages": {"source_pages": _negative, "target_pages": _negative},
+    "decoder_layers": {"slot_mapping": _negative},
     "expand_page_table": {"page_table": _negative},
     "gated_delta_rule_decode": {"state_slots": _negative, "output_slots": _negative},
     "gated_delta_rule_prefill": {"state_slots": _negative},

@@ -107,6 +107,7 @@ class CapabilityRequirement:
         probe: returns a reason why this machine cannot run the kernel, such as missing software; None if it can. The probe is
             called last, at every selection, so it should cache its result. Two requirements are equal only if they have the same
             probe. `overlaps` ignores the probe, because on some machine it may succeed.
+        min_sms: the smallest number of SMs (or CUs). Platforms whose number is unknown are accepted.
     """
 
     min_arch_version: ArchVersion | None = None
@@ -114,6 +115,7 @@ class CapabilityRequirement:
     required_features: frozenset[str] = frozenset()
     vendors: frozenset[str] | None = None
     probe: Callable[[], str | None] | None = None
+    min_sms: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "required_features", frozenset(self.required_features))
@@ -140,6 +142,8 @@ class CapabilityRequirement:
         missing = self.missing_features(platform)
         if missing:
             return _why_missing(missing, platform)
+        if 0 < platform.sm_count < self.min_sms:
+            return f"needs {self.min_sms} SMs, this has {platform.sm_count}"
         return None if self.probe is None else self.probe()
 
     def satisfied_by(self, platform: PlatformInfo) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `functions_of` m
     from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill
     from tokenspeed_kernel_base.ops.attention.mla_sparse_with_kvcache import mla_sparse_with_kvcache
+    from tokenspeed_kernel_base.ops.decoder.decoder_layers import decoder_layers
     from tokenspeed_kernel_base.ops.gemm.linear import linear
     from tokenspeed_kernel_base.ops.gemm.mm import mm
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply

@@ -6,6 +6,7 @@ contents.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement
@@ -38,6 +39,11 @@ def blackwell(probe: Probe | None = None) -> CapabilityRequirement:
 def blackwell_workstation(probe: Probe | None = None) -> CapabilityRequirement:
     """Requires sm_120 or sm_121: RTX PRO 6000, GB10."""
     return between((12, 0), (12, 1), probe)
+
+
+def with_sms(requirement: CapabilityRequirement, least: int) -> CapabilityRequirement:
+    """Returns a requirement of, additionally, at least this many SMs. A platform whose number of SMs is unknown meets it."""
+    return dataclasses.replace(requirement, min_sms=least)
 
 
 def cutedsl_gap() -> str | None:

@@ -25,6 +25,7 @@ from tokenspeed_kernel_base.deprecation import deprecated_step
 from tokenspeed_kernel_base.discovery import import_modules
 from tokenspeed_kernel_base.operator import get_operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.ops.gemm.linear_plan import LinearPlan
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
 from tokenspeed_kernel_base.ops.kvcache.host_pages import HostPages
@@ -104,6 +105,7 @@ if TYPE_CHECKING:  # for editors and type checkers only; an operator that is not
     from tokenspeed_kernel_base.ops.comm.moe_combine import moe_combine
     from tokenspeed_kernel_base.ops.comm.moe_dispatch import moe_dispatch
     from tokenspeed_kernel_base.ops.comm.reduce_scatter import reduce_scatter
+    from tokenspeed_kernel_base.ops.decoder.decoder_layers import decoder_layers
     from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
     from tokenspeed_kernel_base.ops.embedding.apply_rope_mla import apply_rope_mla
     from tokenspeed_kernel_base.ops.gemm.bmm import bmm
@@ -157,6 +159,8 @@ __all__ = [
     "Compilation",
     "CompilationForbiddenError",
     "ConfigurationError",
+    "DecoderLayer",
+    "DecoderWeights",
     "Explanation",
     "HostPages",
     "KernelRegistry",

@@ -91,6 +91,7 @@ class PagedKVCache:
 
     Attributes:
         k, v: for each layer a tensor ``[pages, page_size, kv_heads, head_dim]``.
+        all_k, all_v: the tensors of all layers as one, ``[layers, pages, page_size, kv_heads, head_dim]``.
         allocator: the page allocator.
 
     Raises:
@@ -112,8 +113,9 @@ class PagedKVCache:
         self.device = torch.device(device)
         shape = (2, config.num_hidden_layers, pages, page_size, config.num_key_value_heads, config.head_dim)
         storage = torch.zeros(shape, dtype=dtype, device=self.device)
-        self.k: Sequence[Tensor] = storage[0].unbind(0)
-        self.v: Sequence[Tensor] = storage[1].unbind(0)
+        self.all_k, self.all_v = storage.unbind(0)
+        self.k: Sequence[Tensor] = self.all_k.unbind(0)
+        self.v: Sequence[Tensor] = self.all_v.unbind(0)
 
     def page_table(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Returns the page table, int32 ``[batch, pages of the longest sequence]``: each row has a sequence's pages in order,

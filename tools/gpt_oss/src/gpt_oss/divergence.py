@@ -82,8 +82,9 @@ def probe(
     """
     count, half = len(prompts), len(prompts[0]) // 2
     held = [cache.allocator.allocate(cache.allocator.pages_for(2 * half)) for _ in prompts]
-    logits, chosen, own = [], [], model.ops
+    logits, chosen, own, one_call = [], [], model.ops, model.one_call
     try:
+        model.one_call = False  # the router's operator is called for each layer
         for start in range(0, 2 * half, length):
             at, looks = start - half, start >= half
             taken = None if given is None or not looks else [ids[:, at : at + length].flatten(0, 1) for ids in given]
@@ -94,7 +95,7 @@ def probe(
                 logits.append(found.float().cpu().unflatten(0, (count, length)))
                 chosen.append([ids.unflatten(0, (count, length)) for ids in routing.chosen])
     finally:
-        model.ops = own
+        model.ops, model.one_call = own, one_call
         for pages in held:
             cache.allocator.free(pages)
     return torch.cat(logits, 1).flatten(0, 1), [torch.cat(layer, 1) for layer in zip(*chosen, strict=True)]

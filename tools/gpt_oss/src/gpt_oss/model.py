@@ -84,6 +84,8 @@ class GptOss:
 
     Attributes:
         ops: the operators: the public API, or a recording wrapper (`gpt_oss.kernels.listen`).
+        one_call: whether decode passes run all layers in one call of `decoder_layers`. None: if one kernel runs that call, which
+            depends on the number of tokens; otherwise the layers' operators are called one by one.
 
     Raises:
         TypeError, ValueError: an argument is not as stated; the message names it.
@@ -112,6 +114,7 @@ class GptOss:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.activation_dtype, self.dense_weights = activation_dtype, dense_weights
         self.ops: Any = tokenspeed_kernel
+        self.one_call: bool | None = None
         self.max_positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
         self.cos_sin = cos_sin_cache(config.rope, config.head_dim, self.max_positions, self.device)
         with self._reading(source, console):
@@ -120,6 +123,8 @@ class GptOss:
             self.norm = self._read("model.norm.weight")
             unembedding = self.embedding if config.tie_word_embeddings else self._read("lm_head.weight")
             self.unembedding = self._quantized(unembedding, None)
+        self._decoder_weights = self._whole_layers()
+        self._served: dict[tuple[int, int, torch.dtype], bool] = {}
 
     def forward(self, batch: Batch, cache: PagedKVCache | None, out: Tensor | None = None) -> Tensor:
         """Runs a batch, and writes its keys and values to the batch's cache slots. Changes nothing else.
@@ -141,6 +146,10 @@ class GptOss:
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
         """Returns the last layer's output, and the residual stream to which it must be added; None if it was already added."""
+        if batch.phase is Phase.DECODE and cache is not None and self._decoder_weights is not None:
+            arguments = self._decoder_arguments(self._decoder_weights, hidden, batch, cache)
+            if self._runs_in_one_call(arguments):
+                return self.ops.decoder_layers(**arguments), None
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches: Caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
@@ -148,6 +157,36 @@ class GptOss:
             normed, weights, ids, residual = self._route(layer, attended, residual)
             hidden = self.ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
         return hidden, residual
+
+    def _decoder_arguments(self, weights: Any, hidden: Tensor, batch: Batch, cache: PagedKVCache) -> dict[str, Any]:
+        """Returns the arguments of `decoder_layers` for a decode pass."""
+        return {
+            "x": hidden,
+            "weights": weights,
+            "k_cache": cache.all_k,
+            "v_cache": cache.all_v,
+            "page_table": batch.page_table,
+            "cache_seqlens": batch.cache_seqlens,
+            "slot_mapping": batch.slot_mapping,
+            "cos_sin_cache": self.cos_sin,
+            "plan": self.layers[0].plan,
+            "eps": self.config.rms_norm_eps,
+        }
+
+    def _runs_in_one_call(self, arguments: dict[str, Any]) -> bool:
+        """Returns whether a decode pass calls `decoder_layers`. The selection is made at the first pass with a number of tokens."""
+        if self.one_call is not None:
+            return self.one_call
+        cache = arguments["k_cache"]
+        key = len(arguments["x"]), cache.shape[2], cache.dtype
+        found = self._served.get(key)
+        if found is None:
+            chosen = None
+            # The operator takes only caches of the model's dtype.
+            if cache.dtype == self.dtype:
+                chosen = tokenspeed_kernel.get_operator("decoder_layers").function.explain(**arguments).chosen
+            found = self._served[key] = chosen is not None and chosen.solution not in ("composed", "reference")
+        return found
 
     def _attend(self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches) -> tuple[Tensor, Tensor]:
         """Returns attention's output, and the residual stream before it, to which all earlier outputs are already added."""
@@ -288,6 +327,30 @@ class GptOss:
             router=Linear(self._read(prefix + "mlp.router.weight").t(), self._read(prefix + "mlp.router.bias")),
             experts=experts,
             plan=plan,
+        )
+
+    def _whole_layers(self) -> Any:
+        """Returns the weights of all layers for `decoder_layers`, which refer to the layers' own tensors; None if the operator does
+        not take them, because weights of attention are quantised."""
+        if self.dense_weights != "none":
+            return None
+        return self.ops.DecoderWeights(
+            [
+                self.ops.DecoderLayer(
+                    input_norm=layer.attention_norm,
+                    qkv=layer.qkv.weight.t(),
+                    projection=layer.output.weight.t(),
+                    norm=layer.mlp_norm,
+                    router=layer.router.weight.t(),
+                    experts=layer.experts,
+                    window_left=layer.window_left,
+                    qkv_bias=layer.qkv.bias,
+                    projection_bias=layer.output.bias,
+                    sinks=layer.sinks,
+                    router_bias=layer.router.bias,
+                )
+                for layer in self.layers
+            ]
         )
 
     def _read_experts(self, prefix: str) -> tuple[Any, Any]:

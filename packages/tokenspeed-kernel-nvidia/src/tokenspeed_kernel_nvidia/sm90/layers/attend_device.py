@@ -90,7 +90,8 @@ class Attend(Qkv):
                 call.kept[LENGTH], call.kept[TOKEN] = length, token
                 call.kept[HEAD], call.kept[SPLIT] = pair - token * attention.kv_heads, item & (attention.splits - 1)
             if thread < HEAD_DIM:
-                angle = load_floats("global", attention.table + Int64((length - 1) * attention.table_pitch + thread) * 4, 1)
+                position = cutlass.max(length - 1, 0)  # a row that pads the batch may have no token
+                angle = load_floats("global", attention.table + Int64(position * attention.table_pitch + thread) * 4, 1)
                 store_floats("shared", call.angles + thread * 4, [angle])
             if thread < 2 * MMA_WARPS:
                 call.known_tiles[thread] = Int32(-1)

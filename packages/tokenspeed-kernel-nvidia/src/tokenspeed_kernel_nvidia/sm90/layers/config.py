@@ -13,6 +13,8 @@ HIDDEN = BLOCKS * BLOCK
 WIDTH = 4096  # maximum number of features of the attention's output
 HEAD_DIM = 64
 GROUP_HEADS = 8  # maximum number of query heads of a key head: half of the MMA's m
+KV_HEADS = 8  # maximum number of key heads
+LEAST_CTAS = 128  # with so many CTAs, each CTA has at most 40 rows of qkv, and one row of the router
 SPLITS = 16  # maximum number of CTAs that share the keys of a token and a key head
 KEYS = 16  # keys of an attention tile, which one warp computes: the MMA's k. Pages hold a multiple of this number.
 TOKENS = (1, 2, 4, 8)  # numbers of tokens for which kernels are compiled
@@ -171,6 +173,19 @@ def config_of(
     )  # fmt: skip
 
 
+def served_config(tokens: int) -> Config:
+    """Returns the configuration that the operator `decoder_layers` uses for a number of tokens.
+
+    The launch is cooperative, so that it cannot deadlock with another launch of this kernel on another stream.
+    """
+    return config_of(tokens, cooperative=True)
+
+
 def every_config() -> list[Config]:
-    """Returns the configurations that `config_of` returns for the supported numbers of tokens."""
-    return [config_of(tokens) for tokens in TOKENS]
+    """Returns the configurations that the operator `decoder_layers` uses."""
+    return [served_config(tokens) for tokens in TOKENS]
+
+
+def usual_configs() -> list[Config]:
+    """Returns the configurations that calls use without naming a kernel: only one token is faster than with separate kernels."""
+    return [served_config(1)]

@@ -1,29 +1,51 @@
-"""The layers of a decode step of few tokens on Hopper, in one persistent launch.
+"""`decoder_layers` on Hopper: the layers of a decode step of few tokens in one persistent launch.
 
 For each layer the kernel normalises, computes queries, keys and values, rotates queries and keys, writes the cache, computes
 attention, adds the output projection to the layer's input, normalises, routes, runs the mxfp4 experts, and adds their weighted sum.
-Weights of all these steps pass through one ring buffer per SM, so the producer need not stop between steps. No operator uses the
-kernel yet.
+Weights of all these steps pass through one ring buffer per SM, so the producer need not stop between steps.
+
+The kernel reads the experts in the layout of `mxfp4.layout`, which `moe_apply` reads too. It has its own copies of the weights of
+qkv and of the projection, in the layout of `layout`: 1.9 GB for the 36 layers of GPT-OSS-120B, made at the first call. For each
+pair of weights and caches, a table of addresses is kept, of 4 KB for 36 layers. Each stream, each captured launch and each number
+of tokens has its own scratch memory, of 3 MB for GPT-OSS-120B.
+
+Forward progress. CTAs wait for one another, so all CTAs of a launch must run at once, see `kernel_device`. The launch is
+cooperative: the driver starts either all CTAs or none. So a launch waits while other streams' kernels occupy SMs, also another
+launch of this kernel. It never holds some SMs while it waits for others.
 
 Rounding is as in `rmsnorm`, `mm`, `apply_rope`, `rmsnorm_moe_topk` and `moe_apply`. Results have the same bits in every run.
+
+With one token the kernel is faster than separate kernels, and preferred to them. With more tokens it is slower, and selected only
+if it is preferred by name. Microseconds of a layer of GPT-OSS-120B on an H200 with 1, 2 and 4 tokens: 46.3, 64 and 90; with
+separate kernels 49.6, 59 and 82 (`benchmarks/h200_persistent.py`, launches that are not cooperative).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.alignment import aligned_cache
+from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
-from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most, between, multiple_of
+from tokenspeed_kernel_base.workspace import Keeper
 from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER, with_sms
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
-from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import LAYOUT
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import LAYOUT, panels_of
+from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import prepare_weights
 from tokenspeed_kernel_nvidia.sm90.layers.config import (
     EVENTS,
     EXPERTS,
@@ -33,7 +55,9 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     HEAD_WORDS,
     HIDDEN,
     KEYS,
+    KV_HEADS,
     LAYER_COUNTERS,
+    LEAST_CTAS,
     MOST_LAYERS,
     PAIRS,
     PARTIAL_WORDS,
@@ -44,16 +68,21 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     Config,
     config_of,
     every_config,
+    served_config,
+    usual_configs,
 )
 from tokenspeed_kernel_nvidia.sm90.layers.layout import arranged
+from tokenspeed_kernel_nvidia.sm90.moe.moe_apply import ACCURACY
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 _EVERY_KEY = 1 << 30  # the window of layers without a window
 POLLS = 4_000_000  # a poll takes about 0.5 us, so a warp gives up after about two seconds
+_ALIGNMENT = 128  # of the parts of the scratch memory, in bytes
+_ROWS = 16  # fewer rows of qkv per CTA are not worth a CTA
 
 
-@program(arch=ARCH, configs=every_config, usual=list[Config])  # no operator uses these configurations
+@program(arch=ARCH, configs=every_config, usual=usual_configs)
 def persistent_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.layers import kernel_device, trace_device
 
@@ -61,51 +90,279 @@ def persistent_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     return host(config), kernel_device.fake_arguments(config)
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """The weights of a layer, all contiguous.
+class Step(NamedTuple):
+    """The tensors of one decode step.
 
     Attributes:
-        input_norm: bfloat16 ``[hidden]``.
-        qkv, qkv_bias: bfloat16 ``[(heads + 2 kv_heads) 64, hidden]`` and ``[(heads + 2 kv_heads) 64]``: query heads, key heads,
-            value heads.
-        sinks: float32 ``[heads]``: each head's logit of a key without a value; -inf for none.
-        window: the number of keys that a token sees, with its own; None: all.
-        projection, projection_bias: bfloat16 ``[hidden, heads 64]`` and ``[hidden]``.
-        norm: bfloat16 ``[hidden]``.
-        router, router_bias: bfloat16 ``[experts, hidden]`` and ``[experts]``.
-        experts: weights in the layout of `mxfp4.layout`.
+        lengths: int32 ``[tokens]``: the length of each token's sequence, with the token itself, which is the last.
+        pages: int32 ``[tokens, most pages]``: the pages of each sequence.
+        slots: int32 or int64 ``[tokens]``: ``page * page_size + offset`` where key and value are stored; negative: nowhere.
+        angles: cosines and sines of the rotary embedding, float32 ``[positions, 64]``.
     """
 
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor
-    sinks: Tensor
-    window: int | None
-    projection: Tensor
-    projection_bias: Tensor
-    norm: Tensor
-    router: Tensor
-    router_bias: Tensor
-    experts: MoEWeights
+    lengths: Tensor
+    pages: Tensor
+    slots: Tensor
+    angles: Tensor
 
-    def arranged(self, ctas: int) -> LayerWeights:
-        """Returns these weights with copies of the weights of qkv and of the projection, in the layout of `layout`."""
-        return replace(self, qkv=arranged(self.qkv, ctas), projection=arranged(self.projection, ctas))
 
-    def row(self, k_cache: Tensor, v_cache: Tensor) -> list[int]:
-        """Returns the layer's row of the kernel's table of layers."""
-        before = (self.input_norm, self.qkv, self.qkv_bias, self.sinks, k_cache, v_cache)
-        after = (self.projection, self.projection_bias, self.norm, self.router, self.router_bias)
-        experts = (self.experts.w13_weight, self.experts.w2_weight)
-        addresses = [tensor.data_ptr() for tensor in (*before, *after, *experts)]
-        return [*addresses[: len(before)], _EVERY_KEY if self.window is None else self.window, *addresses[len(before) :]]
+class Launch(NamedTuple):
+    """What launches for the same sizes share.
+
+    Attributes:
+        program: the compiled kernel.
+        ctas: the number of CTAs.
+        offsets: where the parts of the scratch memory begin, in bytes. The first part has the counters.
+        nbytes: the size of the scratch memory. The memory is zero before its first launch. It may be used by launches for these
+            sizes alone, one after the other.
+        numbers, attention: sizes and options for the kernel.
+    """
+
+    program: Callable[..., Any]
+    ctas: int
+    offsets: tuple[int, ...]
+    nbytes: int
+    numbers: tuple[Any, ...]
+    attention: tuple[Any, ...]
+
+    def __call__(self, x: Tensor, out: Tensor, table: Tensor, memory_at: int, cache: Tensor, step: Step) -> None:
+        """Launches the kernel on the current stream.
+
+        Args:
+            x: bfloat16 ``[tokens, hidden]``, contiguous and 16-byte aligned: the first layer's input.
+            out: bfloat16 ``[layers, tokens, hidden]``, likewise; receives each layer's output, which is the next layer's input.
+            table: the table of layers, see `table_of`.
+            memory_at: the address of the scratch memory.
+            cache: a layer's key cache. All caches have its strides.
+            step: the tensors of the step.
+        """
+        head, outputs, totals, logits, activated, slots, sent, qkv, partials, attended = (memory_at + each for each in self.offsets)
+        lengths, pages, slots_of_keys, angles = step
+        self.program(
+            x, out, table.data_ptr(), head, outputs, totals, logits, activated, slots, sent, *self.numbers, qkv, partials, attended,
+            lengths.data_ptr(), pages.data_ptr(), slots_of_keys.data_ptr(), angles.data_ptr(), *cache.stride()[:3],
+            pages.stride(0), slots_of_keys.element_size() // 4, angles.stride(0), cache.shape[1], *self.attention,
+        )  # fmt: skip
+
+
+@functools.cache
+def launch_of(
+    plan: MoEPlan,
+    layers: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    ctas: int,
+    config: Config,
+    eps: float,
+    scale: float = HEAD_DIM**-0.5,
+    polls: int = POLLS,
+) -> Launch:
+    """Returns the launch for some sizes. Raises ValueError for sizes that the kernel does not support."""
+    _check(plan, layers, tokens, heads, kv_heads, ctas, config)
+    hidden, pairs, width = plan.hidden_size, tokens * plan.top_k, heads * HEAD_DIM
+    split_bits = split_bits_of(tokens, kv_heads, ctas)
+    # The trace follows the counters.
+    head = 4 * (HEAD_WORDS + (MOST_LAYERS + 1) * LAYER_COUNTERS) + 8 * config.trace * ctas * (layers + 1) * len(EVENTS)
+    sizes = (
+        head, 4 * tokens * hidden, 4 * tokens * hidden, 4 * tokens * plan.num_experts, 4 * pairs * plan.intermediate_size,
+        8 * pairs * hidden, 2 * ctas * config.sent_bytes, 4 * tokens * (heads + 2 * kv_heads) * HEAD_DIM,
+        8 * (tokens * heads << split_bits) * PARTIAL_WORDS, 4 * tokens * width,
+    )  # fmt: skip
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    limit = math.inf if plan.limit is None else plan.limit
+    sized = width, plan.num_experts, plan.intermediate_size, plan.top_k, ctas
+    return Launch(
+        persistent_program(config), ctas, tuple(offsets[:-1]), offsets[-1], (*sized, polls, eps, plan.alpha, limit, plan.beta),
+        (kv_heads, heads // kv_heads, split_bits, scale * LOG2_E),
+    )  # fmt: skip
+
+
+def copies_of(layers: Sequence[DecoderLayer], ctas: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns copies of each layer's weights of qkv and of the projection, in the layout of `layout`."""
+    return [(arranged(layer.qkv, ctas), arranged(layer.projection, ctas)) for layer in layers]
+
+
+def table_of(
+    layers: Sequence[DecoderLayer], copies: Sequence[tuple[Tensor, Tensor]], caches: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Returns the table of layers: for each layer the addresses of its weights and caches, and its window. int64, on the device.
+
+    Args:
+        copies: from `copies_of`.
+        caches: each layer's keys and values.
+    """
+    rows = []
+    for layer, (qkv, projection), cache in zip(layers, copies, caches, strict=True):
+        before = (layer.input_norm, qkv, layer.qkv_bias, layer.sinks, *cache)
+        dense = (projection, layer.projection_bias, layer.norm, layer.router, layer.router_bias)
+        after = (*dense, layer.experts.w13_weight, layer.experts.w2_weight)
+        window = _EVERY_KEY if layer.window_left < 0 else layer.window_left + 1
+        rows.append([*map(_address, before), window, *map(_address, after)])
+    return torch.tensor(rows, dtype=torch.int64, device=layers[0].qkv.device)
+
+
+def _address(tensor: Tensor | None) -> int:
+    assert tensor is not None  # `_check_layer` has checked this
+    address: int = tensor.data_ptr()
+    return address
+
+
+# -- the operator --------------------------------------------------------------------------------------------------------------
+
+# The tables of each object of weights, by the addresses and the layers' pitch of the caches. A graph may use a table for as long as
+# the weights live, so tables are never dropped.
+_tables: weakref.WeakKeyDictionary[DecoderWeights, dict[tuple[int, ...], Tensor]] = weakref.WeakKeyDictionary()
+# The copies of `copies_of`, by the number of CTAs.
+_copies: weakref.WeakKeyDictionary[DecoderWeights, dict[int, list[tuple[Tensor, Tensor]]]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _keeper_of(offsets: tuple[int, ...], nbytes: int) -> Keeper:
+    """Returns the keeper of the scratch memory for launches with these sizes. Launches leave tags in this memory, which the next
+    launch needs, so the memory is not shared with other sizes. A capture takes memory that was zeroed before; only if four captures
+    have used it up does each replay zero its memory."""
+    return Keeper(arena=4 * nbytes // 4)
+
+
+def _kept_table(weights: DecoderWeights, k_cache: Tensor, v_cache: Tensor, ctas: int) -> Tensor:
+    key = k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), ctas
+    tables = _tables.setdefault(weights, {})
+    found = tables.get(key)
+    if found is None:
+        if k_cache.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "decoder_layers: call the kernel once with these weights and caches before a graph is captured: it needs copies of "
+                "weights, and a table of addresses on the device"
+            )
+        for index, layer in enumerate(weights.layers):
+            _check_layer(index, layer)
+        copies = _copies.setdefault(weights, {})
+        if ctas not in copies:
+            copies[ctas] = copies_of(weights.layers, ctas)
+        found = tables[key] = table_of(weights.layers, copies[ctas], list(zip(k_cache, v_cache, strict=True)))
+    return found
+
+
+def ctas_of(plan: MoEPlan, tokens: int, heads: int, kv_heads: int, sms: int) -> int:
+    """Returns the number of CTAs: one per SM, but not so many that there is hardly a row, a panel or an expert for each."""
+    rows = max(plan.hidden_size, (heads + 2 * kv_heads) * HEAD_DIM)
+    panels = tokens * plan.top_k * panels_of(2 * plan.intermediate_size)
+    return min(sms, max(-(-rows // _ROWS), panels, plan.num_experts, tokens * kv_heads))
+
+
+def decoder_layers(
+    x: Tensor,
+    weights: DecoderWeights,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    plan: MoEPlan,
+    eps: float,
+    out: Tensor | None,
+) -> Tensor:
+    """Launches the kernel on arguments that the operator has checked; see `tokenspeed_kernel.decoder_layers`.
+
+    The outputs of all layers are allocated at once, and the result is the last one.
+    """
+    tokens, hidden = x.shape
+    if not tokens:
+        return x.new_empty(x.shape) if out is None else out
+    layers, device, kv_heads = len(weights.layers), x.get_device(), k_cache.shape[3]
+    page_size, head_dim = k_cache.shape[2], k_cache.shape[4]
+    heads = weights.layers[0].projection.shape[1] // head_dim
+    _check_pages(page_size, head_dim)
+    ctas = ctas_of(plan, tokens, heads, kv_heads, sm_count_of(device))
+    launch = launch_of(plan, layers, tokens, heads, kv_heads, ctas, served_config(min(tokens, max(TOKENS))), eps)
+    keys, values = aligned_cache(k_cache, "k_cache"), aligned_cache(v_cache, "v_cache")
+    if keys.stride() != values.stride():
+        keys, values = (each.clone(memory_format=torch.contiguous_format) for each in (k_cache, v_cache))
+    table = _kept_table(weights, keys, values, ctas)
+    stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
+    memory = _keeper_of(launch.offsets, launch.nbytes).get(device, stream, 0, launch.nbytes // 4)
+    # Copies must live until the launch.
+    rows = x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    pages = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+    angles = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
+    step = Step(cache_seqlens.contiguous(), pages, slot_mapping.contiguous(), angles)
+    outputs = x.new_empty(layers, tokens, hidden)
+    launch(rows, outputs, table, memory.counters_at, keys[0], step)
+    for given, used in ((k_cache, keys), (v_cache, values)):
+        if used is not given:
+            given.copy_(used)
+    return outputs[-1] if out is None else out.copy_(outputs[-1])
+
+
+def _check_pages(page_size: int, head_dim: int) -> None:
+    if page_size % KEYS or head_dim != HEAD_DIM:
+        raise ValueError(f"persistent layers: pages must be a multiple of {KEYS} by 64, got {page_size} by {head_dim}")
+
+
+def _check_layer(index: int, layer: DecoderLayer) -> None:
+    """Raises ValueError for weights that the kernel does not support. The registered traits are not checked if a caller names the
+    kernel."""
+    if layer.experts.layout != LAYOUT:
+        raise ValueError(f"persistent layers: experts must have the layout {LAYOUT!r}, got {layer.experts.layout!r}")
+    for name in ("qkv_bias", "projection_bias", "sinks", "router_bias"):
+        if getattr(layer, name) is None:
+            raise ValueError(f"persistent layers: layers[{index}].{name} must be given, got None")
+
+
+_BF16 = dense_tensor_format(torch.bfloat16)
+# The first kernel is faster than separate kernels. The second is slower, so the composed kernel is preferred to it.
+for _name, _tokens, _priority in (
+    ("cutedsl_decoder_layers", {1}, Priority.SPECIALIZED),
+    ("cutedsl_decoder_layers_few", between(2, max(TOKENS)), Priority.COMPOSED - 1),
+):
+    register_kernel(
+        "decoder",
+        "decoder_layers",
+        name=_name,
+        solution="cutedsl",
+        capability=with_sms(CUTEDSL_HOPPER, LEAST_CTAS),
+        signatures={format_signature(x=_BF16, w13=mxfp4_format(), w2=mxfp4_format(), k_cache=_BF16)},
+        traits={
+            "tokens": _tokens,
+            "layers": at_most(MOST_LAYERS),
+            "kv_heads": at_most(KV_HEADS),
+            "gqa_ratio": at_most(GROUP_HEADS),
+            "head_dim": HEAD_DIM,
+            "rotary_dim": HEAD_DIM,
+            "page_size": multiple_of(KEYS),
+            "sliding_window": any,
+            "sinks": {True},
+            "attention_bias": {True},
+            "router_bias": {True},
+            "weight_layout": LAYOUT,
+            "processed_weights": True,
+            "activation": "swiglu",
+            "num_experts": at_most(EXPERTS) & multiple_of(4),
+            "top_k": at_most(PAIRS // max(TOKENS)),
+            "hidden_size": at_most(HIDDEN),
+            "intermediate_size": at_most(HIDDEN),
+            "bias": any,
+            "w13_interleaved": any,
+            "swiglu_limit": any,
+            "swiglu_alpha_beta": any,
+        },
+        priority=_priority,
+        tags={"determinism"},
+        accuracy=ACCURACY,
+        weight_preprocessor=prepare_weights,
+    )(decoder_layers)
+
+
+# -- variants ------------------------------------------------------------------------------------------------------------------
 
 
 class PersistentLayers:
-    """Some layers' weights and caches, and the memory that their launches share. Launches of one object must not overlap.
-
-    The object has its own copies of the weights of qkv and of the projection, in the layout of `layout`.
+    """Some layers' weights and caches, and the memory that their launches share, to test and to measure variants of the kernel.
+    Launches of one object must not overlap.
 
     Args:
         weights: each layer's weights.
@@ -125,7 +382,7 @@ class PersistentLayers:
 
     def __init__(
         self,
-        weights: Sequence[LayerWeights],
+        weights: Sequence[DecoderLayer],
         caches: Sequence[tuple[Tensor, Tensor]],
         tokens: int,
         table: Tensor,
@@ -136,47 +393,30 @@ class PersistentLayers:
         ctas: int | None = None,
         polls: int = POLLS,
     ) -> None:
-        layers, device = len(weights), weights[0].qkv.device
-        keys = caches[0][0]
-        kv_heads = keys.shape[2]
+        layers, keys = len(weights), caches[0][0]
         heads = weights[0].projection.shape[1] // HEAD_DIM
         config = config or config_of(min(tokens, max(TOKENS)))
-        self.ctas = sm_count_of(weights[0].qkv.get_device()) if ctas is None else ctas
-        _check(plan, layers, tokens, heads, kv_heads, self.ctas, config)
-        for layer in weights:
-            if layer.experts.layout != LAYOUT:
-                raise ValueError(f"persistent layers: experts must have the layout {LAYOUT!r}, got {layer.experts.layout!r}")
+        ctas = sm_count_of(weights[0].qkv.get_device()) if ctas is None else ctas
+        self._launch = launch_of(plan, layers, tokens, heads, keys.shape[2], ctas, config, eps, scale, polls)
+        for index, layer in enumerate(weights):
+            _check_layer(index, layer)
         for cache in (cache for both in caches for cache in both):
             alike = cache.shape == keys.shape and cache.stride() == keys.stride() and cache.dtype == torch.bfloat16
             if not alike or cache.stride(3) != 1:
                 raise ValueError("persistent layers: all caches must be bfloat16 of one shape, with the same strides")
-        page_size, head_dim = keys.shape[1], keys.shape[3]
-        if page_size % KEYS or head_dim != HEAD_DIM:
-            raise ValueError(f"persistent layers: pages must be a multiple of {KEYS} by 64, got {page_size} by {head_dim}")
-        hidden, pairs, width = plan.hidden_size, tokens * plan.top_k, heads * HEAD_DIM
-        weights = [layer.arranged(self.ctas) for layer in weights]
-        self._weights, self._caches, self._table_of_angles = tuple(weights), tuple(caches), table
-        self._shape = tokens, hidden
-        self._program = persistent_program(config)
-        rows = [layer.row(*cache) for layer, cache in zip(weights, caches, strict=True)]
-        self._table = torch.tensor(rows, dtype=torch.int64, device=device)
-        split_bits = split_bits_of(tokens, kv_heads, self.ctas)
-        # The trace follows the counters.
+        _check_pages(keys.shape[1], keys.shape[3])
+        self._weights, self._caches, self._angles = tuple(weights), tuple(caches), table
+        self._shape = tokens, plan.hidden_size
+        self._copies = copies_of(weights, ctas)
+        self._table = table_of(weights, self._copies, caches)
+        self._memory = torch.zeros(self._launch.nbytes, dtype=torch.uint8, device=keys.device)
         self._counters = HEAD_WORDS + (layers + 1) * LAYER_COUNTERS
-        self._trace_shape = (self.ctas if config.trace else 0, layers + 1, len(EVENTS))
-        sizes = (
-            4 * self._counters + 8 * math.prod(self._trace_shape), 4 * tokens * hidden, 4 * tokens * hidden,
-            4 * tokens * plan.num_experts, 4 * pairs * plan.intermediate_size, 8 * pairs * hidden,
-            2 * self.ctas * config.sent_bytes,
-            4 * tokens * (heads + 2 * kv_heads) * HEAD_DIM, 8 * (tokens * heads << split_bits) * PARTIAL_WORDS, 4 * tokens * width,
-        )  # fmt: skip
-        self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-        self._numbers = (
-            width, plan.num_experts, plan.intermediate_size, plan.top_k, self.ctas, polls, eps,
-            plan.alpha, math.inf if plan.limit is None else plan.limit, plan.beta,
-        )  # fmt: skip
-        self._pitches = keys.stride()[:3]
-        self._attention = page_size, kv_heads, heads // kv_heads, split_bits, scale * LOG2_E
+        self._trace_shape = (ctas if config.trace else 0, layers + 1, len(EVENTS))
+
+    @property
+    def ctas(self) -> int:
+        """The number of CTAs."""
+        return self._launch.ctas
 
     def __call__(self, x: Tensor, out: Tensor, lengths: Tensor, pages: Tensor, slots: Tensor) -> None:
         """Runs all layers on the current stream.
@@ -184,9 +424,7 @@ class PersistentLayers:
         Args:
             x: bfloat16 ``[tokens, hidden]``, contiguous: the first layer's input.
             out: bfloat16 ``[layers, tokens, hidden]``, contiguous; receives each layer's output, which is the next layer's input.
-            lengths: int32 ``[tokens]``: the length of each token's sequence, with the token itself, which is the last.
-            pages: int32 ``[tokens, most pages]``: the pages of each sequence.
-            slots: int32 or int64 ``[tokens]``: ``page * page_size + offset`` where key and value are stored; negative: nowhere.
+            lengths, pages, slots: see `Step`.
 
         Raises:
             ValueError: a tensor has the wrong dtype, shape or strides.
@@ -204,23 +442,18 @@ class PersistentLayers:
                 raise ValueError(f"persistent layers: {name} must be {dtypes[0]} {shape}, got {given.dtype} {tuple(given.shape)}")
             if given.stride(-1) != 1 or (name != "pages" and not given.is_contiguous()):
                 raise ValueError(f"persistent layers: {name} must be contiguous, got strides {given.stride()}")
-        head, *memory = (each.data_ptr() for each in self._memory)
-        outputs, totals, logits, activated, partial_slots, sent, qkv, partials, attended = memory
-        self._program(
-            x, out, self._table.data_ptr(), head, outputs, totals, logits, activated, partial_slots, sent, *self._numbers,
-            qkv, partials, attended, lengths.data_ptr(), pages.data_ptr(), slots.data_ptr(), self._table_of_angles.data_ptr(),
-            *self._pitches, pages.stride(0), slots.element_size() // 4, self._table_of_angles.stride(0), *self._attention,
-        )  # fmt: skip
+        step = Step(lengths, pages, slots, self._angles)
+        self._launch(x, out, self._table, self._memory.data_ptr(), self._caches[0][0], step)
 
     @property
     def failed(self) -> bool:
         """Whether a launch has given up waiting for other CTAs. Reading this property waits for the device."""
-        return bool(self._head[FAILED])
+        return bool(self._words[FAILED])
 
     @property
     def counters_are_zero(self) -> bool:
         """Whether the last launch has reset the counters of layers. Reading this property waits for the device."""
-        return not self._head[HEAD_WORDS : self._counters].any()
+        return not self._words[HEAD_WORDS : self._counters].any()
 
     @property
     def trace(self) -> Tensor:
@@ -228,16 +461,16 @@ class PersistentLayers:
 
         The last row has the clock and the global timer (in nanoseconds) at the CTA's start, and again at the CTA's end.
         """
-        return self._head[self._counters :].view(torch.int64).view(self._trace_shape)
+        count = 2 * math.prod(self._trace_shape)
+        return self._words[self._counters : self._counters + count].view(torch.int64).view(self._trace_shape)
 
     def reset(self) -> None:
         """Makes the next launch independent of a failed launch."""
-        for memory in self._memory:
-            memory.zero_()
+        self._memory.zero_()
 
     @property
-    def _head(self) -> Tensor:
-        return self._memory[0].view(torch.int32)
+    def _words(self) -> Tensor:
+        return self._memory.view(torch.int32)
 
 
 def split_bits_of(tokens: int, kv_heads: int, ctas: int) -> int:

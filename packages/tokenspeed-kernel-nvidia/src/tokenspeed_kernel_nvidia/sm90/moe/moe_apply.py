@@ -34,7 +34,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, MAX_PAI
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import moe_apply_few
 
 _NAME = "cutedsl_moe_apply_mxfp4"
-_ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"
+ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"
 _ROUNDED_ACCURACY = "float8 MMAs keep about 14 bits of a sum, of up to 256 terms"
 _FEW = 16  # the largest mean number of pairs per expert for `stream`; so many pairs can share one read of an expert's weights
 # If `grouped` would use `PARTS` (split elements), `stream` is used only up to these smaller numbers of pairs: per expert, or in
@@ -114,7 +114,7 @@ def _registered(name: str, accuracy: str, **traits: Any) -> Callable[[Callable[.
     )
 
 
-@_registered(_NAME, _ACCURACY)
+@_registered(_NAME, ACCURACY)
 def moe_apply(
     x: Tensor,
     weights: MoEWeights,

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tokenspeed_kernel.workbench.models.config import Experts, Latent, Model
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.platform import cpu_platform
 
 # Default sizes: the numbers of sequences of decode steps, and of prompt tokens of prefills.
@@ -92,6 +93,19 @@ class Call:
 def calls_of(model: Model, step: Step) -> list[Call]:
     """Returns the operator calls of a model's step, in the order in which a layer makes them."""
     return list(_Calls(model, step))
+
+
+def whole_layers_of(model: Model, step: Step) -> Call | None:
+    """Returns the call of `decoder_layers` that a runtime may make instead of all calls of the layers in a decode step; None if the
+    operator does not cover the model's layers. Its weights are of one layer of each kind, because programs do not depend on the
+    number of layers."""
+    experts = model.experts
+    if experts is None or experts.shared or experts.dense_layers or experts.correction_bias or experts.routing:
+        return None
+    dense = model.weight_format == "dense" and not (model.latent or model.qk_norm)
+    if not step.decodes or not dense or step.cache_dtype not in (None, step.dtype):
+        return None
+    return _Calls(model, step).whole_layers(experts)
 
 
 class _Calls:
@@ -286,6 +300,42 @@ class _Calls:
         if experts.shared:
             yield from self._mlp("shared experts", experts.shared, times)
         yield Call("moe_apply", "experts", times, self._moe_apply(experts))
+
+    def whole_layers(self, experts: Experts) -> Call:
+        model, width = self.model, self.model.head_dim
+        applied = self._moe_apply(experts)
+        columns = (model.heads + 2 * model.kv_heads) * width
+        layers = [
+            DecoderLayer(
+                input_norm=self._fake(model.hidden),
+                qkv=self._fake(columns, model.hidden),
+                projection=self._fake(model.hidden, model.heads * width),
+                norm=self._fake(model.hidden),
+                router=self._fake(experts.count, model.hidden),
+                experts=applied["weights"],
+                window_left=window,
+                qkv_bias=self._fake(columns) if model.bias else None,
+                projection_bias=self._fake(model.hidden) if model.bias else None,
+                sinks=self._fake(model.heads, dtype=torch.float32) if model.sinks else None,
+                router_bias=self._fake(experts.count) if experts.router_bias else None,
+            )
+            for window in sorted(model.windows)
+        ]
+        pages = self._pages * len(self.step.lengths)
+        cache = len(layers), pages, self.step.page_size, model.kv_heads, width
+        paged = {name: value for name, value in self._paged().items() if name != "max_seqlen_k"}
+        arguments = {
+            "x": self._fake(self._tokens, model.hidden),
+            "weights": DecoderWeights(layers),
+            "k_cache": self._fake(*cache),
+            "v_cache": self._fake(*cache),
+            **paged,
+            "slot_mapping": self._slots,
+            "cos_sin_cache": self._angles(width),
+            "plan": applied["plan"],
+            "eps": model.eps,
+        }
+        return Call("decoder_layers", "all layers", 1, arguments)
 
     def _moe_apply(self, experts: Experts) -> dict[str, Any]:
         tokens, hidden, inner, count = self._tokens, self.model.hidden, experts.intermediate, experts.count

@@ -45,6 +45,7 @@ from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.compilation import Compilation, CompilationForbiddenError, compilations, set_compile_policy
 from tokenspeed_kernel_base.declaration import Operator
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.decoder.weights import DecoderWeights
 from tokenspeed_kernel_base.parameters import with_tensors
 from tokenspeed_kernel_base.platform import PlatformInfo, named_platform, use_platform
 from tokenspeed_kernel_base.spec import KernelSpec
@@ -99,7 +100,8 @@ class Source:
         return [
             (call.operator, Case(f"{model.name}, {step.phase} {step.size}, {call.role or call.operator}", _Drawn(call), large=True))
             for step in self.steps
-            for call in models.calls_of(model, step)
+            for call in (*models.calls_of(model, step), models.whole_layers_of(model, step))
+            if call is not None
         ]
 
 
@@ -113,7 +115,8 @@ class _Drawn:
 
     def __call__(self, draw: Draw) -> dict[str, Any]:
         op = get_operator(self.call.operator)
-        return with_tensors(op.parameters, op.complete(self.call.arguments), _zeros)
+        arguments = with_tensors(op.parameters, op.complete(self.call.arguments), _zeros)
+        return {name: each.converted(_zeros) if isinstance(each, DecoderWeights) else each for name, each in arguments.items()}
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,498 @@
+"""Consecutive decoder layers of a decode step: attention and a mixture of experts, each after a norm and added to the residual."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.explanation import bucket
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.attention._cost import visible_pairs
+from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
+from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
+from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
+from tokenspeed_kernel_base.ops.decoder.weights import DENSE, EXPERTS, DecoderLayer, DecoderWeights
+from tokenspeed_kernel_base.ops.gemm.mm import mm
+from tokenspeed_kernel_base.ops.kvcache.slots import check_slots
+from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs as expert_inputs
+from tokenspeed_kernel_base.ops.moe.moe_apply import drawn_as, moe_apply
+from tokenspeed_kernel_base.ops.moe.plan import OPERAND_FORMATS, PLAN_KINDS, MoEPlan, intermediates_of, signature_of, traits_of
+from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
+from tokenspeed_kernel_base.planning import Preparation
+from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format
+from tokenspeed_kernel_base.spec import CANONICAL
+from tokenspeed_kernel_base.variation import Variation, Want
+
+# The rounded intermediates of a layer: the normalised input, qkv, attention's output, its projection, the residual, the normalised
+# residual, the logits, and the sum over the experts.
+_ROUNDED = 8
+
+
+@operator(
+    "decoder",
+    "decoder_layers",
+    formats={"k_cache": ("dense",), **OPERAND_FORMATS},
+    traits={
+        "tokens": int,
+        "layers": int,
+        "kv_heads": int,
+        "gqa_ratio": int,
+        "head_dim": int,
+        "rotary_dim": int,
+        "page_size": int,
+        "sliding_window": bool,
+        "sinks": bool,
+        "attention_bias": bool,
+        "router_bias": bool,
+        **PLAN_KINDS,
+    },
+    reference_traits={"weight_layout": CANONICAL},
+    fixed_traits=("weight_layout", "processed_weights"),
+    mutates=("k_cache", "v_cache"),
+    in_place={"out": ("x",)},
+    varying=("tokens", "batch"),
+    capacity=("pages", "max_pages", "max_positions"),
+    planned="plan",
+    layout="weight_layout",
+    parts=(rmsnorm_qkv_rope, mha_decode_with_kvcache, mm, rmsnorm_moe_topk, moe_apply),
+)
+def decoder_layers(
+    x: Tensor,
+    weights: DecoderWeights,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    plan: MoEPlan,
+    eps: float = 1e-5,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Runs consecutive decoder layers on the newest token of every sequence.
+
+    The operator is a composition. For each layer: `rmsnorm_qkv_rope` adds the preceding layer's experts to the residual stream,
+    normalises it, computes q, k and v, and stores k and v in the cache; `mha_decode_with_kvcache` attends to the cache; `mm`
+    projects the result; `rmsnorm_moe_topk` adds the projection to the residual stream, normalises it, and routes; `moe_apply` runs
+    the experts. At the end the last experts are added. A fused kernel rounds at the same points. It selects the same experts,
+    unless another order of summation changes a rounding that decides the selection.
+
+    Args:
+        x: the plan's dtype ``[tokens, hidden]``: the residual stream before the first layer. Each token is the last token of its
+            own sequence, at position ``cache_seqlens - 1``.
+        weights: the layers' weights. Their experts are in the plan's ``weight_layout``, as `moe_apply.prepare` makes them.
+        k_cache: x's dtype ``[layers, pages, page_size, kv_heads, head_dim]``, written to. A page index means the same page in every
+            layer.
+        v_cache: the value cache, like k_cache.
+        page_table: int32 ``[tokens, max_pages]``, as in `mha_decode_with_kvcache`.
+        cache_seqlens: int32 ``[tokens]``, number of tokens of each sequence, with the new one; at least 1, at most
+            ``max_positions`` and ``max_pages * page_size``. Checked for CPU tensors only.
+        slot_mapping: int32 or int64 ``[tokens]``: the slot ``page * page_size + offset`` of the token's position in the page table.
+            Negative: nothing is stored, for a row that only pads the batch; the output of this row has no meaning. Slots that are
+            not negative must be distinct.
+        cos_sin_cache: float32 ``[max_positions, rotary_dim]``, as for `apply_rope`.
+        plan: the plan of the experts of every layer, from `moe_apply.plan`.
+        eps: added to the mean square of every norm, > 0.
+        out: receives the result; may be x.
+
+    Returns:
+        ``[tokens, hidden]`` in x's dtype: the residual stream after the last layer, with all its experts added.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
+        NoKernelFoundError: no registered kernel supports the plan and the layout of the experts.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import DecoderLayer, DecoderWeights, MoEWeights, decoder_layers, moe_apply
+        >>> plan = moe_apply.plan(4, 2, hidden_size=8, intermediate_size=6, dtype=torch.float32, device="cpu")
+        >>> experts = MoEWeights(torch.randn(4, 12, 8), None, None, torch.randn(4, 8, 6), None, None)
+        >>> experts = moe_apply.prepare(experts, plan)
+        >>> norm, qkv, projection, router = torch.ones(8), torch.randn(8, 8), torch.randn(8, 4), torch.randn(4, 8)
+        >>> weights = DecoderWeights([DecoderLayer(norm, qkv, projection, norm, router, experts)])
+        >>> k_cache, v_cache = torch.zeros(2, 1, 3, 4, 1, 2)  # one layer, 3 pages of 4 tokens, one head of 2 elements
+        >>> page_table, cache_seqlens = torch.tensor([[2]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+        >>> cos_sin_cache = torch.ones(16, 2)
+        >>> decoder_layers(
+        ...     torch.randn(1, 8), weights, k_cache, v_cache, page_table, cache_seqlens, torch.tensor([8]), cos_sin_cache, plan
+        ... ).shape
+        torch.Size([1, 8])
+
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads lengths and ids on the host. With
+    a fused kernel, call the operator once with the same weights and caches before a capture.
+    """
+    max_seqlen_k = page_table.shape[1] * k_cache.shape[2]
+    kv_heads, head_dim = k_cache.shape[3:]
+    positions = (cache_seqlens - 1).clamp(min=0)
+    hidden: Tensor = x
+    residual: Tensor | None = None
+    for index, layer in enumerate(weights.layers):
+        found: Any = rmsnorm_qkv_rope(
+            hidden,
+            layer.input_norm,
+            layer.qkv.t(),
+            positions,
+            cos_sin_cache,
+            kv_heads,
+            head_dim,
+            eps=eps,
+            residual=residual,
+            bias=layer.qkv_bias,
+            k_cache=k_cache[index],
+            v_cache=v_cache[index],
+            slot_mapping=slot_mapping,
+        )
+        qkv, residual = (found, hidden) if residual is None else found
+        q = qkv.unflatten(1, (-1, head_dim))[:, : -2 * kv_heads]
+        attended: Any = mha_decode_with_kvcache(
+            q,
+            k_cache[index],
+            v_cache[index],
+            page_table,
+            cache_seqlens,
+            max_seqlen_k,
+            window_left=layer.window_left,
+            sinks=layer.sinks,
+        )
+        projected = mm(attended.flatten(1), layer.projection.t(), bias=layer.projection_bias)
+        routed_to: Any = rmsnorm_moe_topk(
+            projected, layer.norm, layer.router.t(), plan.top_k, eps=eps, residual=residual, router_bias=layer.router_bias
+        )
+        normed, topk_weights, topk_ids, residual = routed_to
+        hidden = moe_apply(normed, layer.experts, topk_weights, topk_ids, plan)
+    return torch.add(hidden, residual, out=out)  # type: ignore[arg-type]
+
+
+@decoder_layers.formats
+def _(k_cache: Tensor, plan: MoEPlan) -> FormatSignature:
+    return FormatSignature((*signature_of(plan).roles, ("k_cache", dense_tensor_format(k_cache.dtype))))
+
+
+@decoder_layers.intermediates
+def _(x: Tensor, weights: DecoderWeights, plan: MoEPlan) -> tuple[TensorFormat, ...]:
+    return (dense_tensor_format(x.dtype),) * (_ROUNDED * len(weights.layers)) + intermediates_of(plan)
+
+
+@decoder_layers.traits
+def _(x: Tensor, weights: DecoderWeights, k_cache: Tensor, cos_sin_cache: Tensor, plan: MoEPlan) -> dict[str, object]:
+    first, (kv_heads, head_dim) = weights.layers[0], k_cache.shape[3:]
+    return {
+        "tokens": bucket(x.shape[0]),
+        "layers": len(weights.layers),
+        "kv_heads": kv_heads,
+        "gqa_ratio": first.projection.shape[1] // (head_dim * kv_heads),
+        "head_dim": head_dim,
+        "rotary_dim": cos_sin_cache.shape[1],
+        "page_size": k_cache.shape[2],
+        "sliding_window": any(window >= 0 for window in weights.windows),
+        "sinks": first.sinks is not None,
+        "attention_bias": first.qkv_bias is not None,
+        "router_bias": first.router_bias is not None,
+        **traits_of(plan),
+    }
+
+
+@decoder_layers.check
+def _(
+    check: Checker,
+    x: Tensor,
+    weights: DecoderWeights,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    plan: MoEPlan,
+    eps: float,
+) -> None:
+    check.bind("layers", len(weights.layers), "weights")
+    check.tensor("k_cache", k_cache, "layers pages page_size kv_heads head_dim", x.dtype)
+    check.tensor("v_cache", v_cache, "layers pages page_size kv_heads head_dim", x.dtype)
+    for size in ("kv_heads", "head_dim"):
+        check.require(check[size] > 0, "k_cache", f"of a {size} > 0", str(list(k_cache.shape)))
+    check.tensor("cache_seqlens", cache_seqlens, "tokens", torch.int32)
+    first, kv_heads, head_dim = weights.layers[0], check["kv_heads"], check["head_dim"]
+    projected = {"x": x, "qkv_weight": first.qkv.mT, "norm_weight": first.input_norm, "bias": first.qkv_bias}
+    cached = {"k_cache": k_cache[0], "v_cache": v_cache[0], "slot_mapping": slot_mapping}
+    rope = {"positions": cache_seqlens, "cos_sin_cache": cos_sin_cache, "kv_heads": kv_heads, "head_dim": head_dim}
+    names = {"qkv_weight": "weights.layers[0].qkv, transposed,", "norm_weight": "weights.layers[0].input_norm"}
+    with check.naming({**names, "bias": "weights.layers[0].qkv_bias", "positions": "cache_seqlens"}):
+        _check_part(check, rmsnorm_qkv_rope, {**projected, **cached, **rope, "eps": eps})
+    heads = first.qkv.shape[0] // head_dim - 2 * kv_heads
+    attention = {"page_table": page_table, "cache_seqlens": cache_seqlens, "sinks": first.sinks, "max_seqlen_k": 0}
+    q = torch.empty(x.shape[0], heads, head_dim, dtype=x.dtype, device="meta")
+    with check.naming({"sinks": "weights.layers[0].sinks", "q": "weights.layers[0].qkv"}):
+        _check_part(check, mha_decode_with_kvcache, {"q": q, **cached, **attention})
+    check.bind("width", heads * head_dim, "weights.layers[0].qkv")
+    check.tensor("weights.layers[0].projection", first.projection, "hidden width", x.dtype)
+    check.tensor("weights.layers[0].projection_bias", first.projection_bias, "hidden", x.dtype)
+    for name in ("input_norm", "norm"):
+        check.dtype(f"weights.layers[0].{name}", getattr(first, name), x.dtype)
+    check.tensor("weights.layers[0].sinks", first.sinks, "heads", torch.float32)
+    _check_experts(check, x, first, plan, eps)
+
+
+def _check_experts(check: Checker, x: Tensor, layer: DecoderLayer, plan: MoEPlan, eps: float) -> None:
+    """Checks the router and the experts of a layer."""
+    check.bind("experts", plan.num_experts, "plan.num_experts")
+    routing = {"x": x, "norm_weight": layer.norm, "router_weight": layer.router.mT, "router_bias": layer.router_bias, "eps": eps}
+    names = {"norm_weight": "weights.layers[0].norm", "router_weight": "weights.layers[0].router, transposed,"}
+    with check.naming({**names, "router_bias": "weights.layers[0].router_bias", "top_k": "plan.top_k"}):
+        _check_part(check, rmsnorm_moe_topk, {**routing, "top_k": plan.top_k})
+    chosen = {
+        "topk_weights": torch.empty(len(x), plan.top_k, dtype=torch.float32, device="meta"),
+        "topk_ids": torch.empty(len(x), plan.top_k, dtype=torch.int32, device="meta"),
+    }
+    _check_part(check, moe_apply, {"x": x, "weights": layer.experts, "plan": plan, **chosen})
+
+
+def _check_part(check: Checker, part: Any, given: dict[str, Any]) -> None:
+    """Runs the ``check`` hook of a part, with defaults for the arguments that are not given."""
+    defaults = {parameter.name: None if parameter.required else parameter.default for parameter in part.operator.parameters}
+    known = {name: value for name, value in given.items() if name in defaults}
+    part.operator.run_hook("check", {**defaults, **known}, check)
+
+
+@decoder_layers.check_values(host=("page_table", "cache_seqlens", "slot_mapping"))
+def _(
+    check: Checker,
+    weights: DecoderWeights,
+    k_cache: Tensor,
+    page_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    slot_mapping: Tensor | None,
+    cos_sin_cache: Tensor,
+) -> None:
+    check_slots(check, slot_mapping, k_cache[0])
+    if cache_seqlens is None or not cache_seqlens.numel():
+        return
+    shortest, longest = (int(bound) for bound in cache_seqlens.aminmax())
+    check.require(shortest >= 1, "cache_seqlens", "at least 1", shortest)
+    most = len(cos_sin_cache)
+    check.require(longest <= most, "cache_seqlens", f"at most {most}, the positions of cos_sin_cache", longest)
+    if page_table is not None:
+        most = page_table.shape[1] * k_cache.shape[2]
+        check.require(longest <= most, "cache_seqlens", f"at most {most}, what the pages of page_table hold", longest)
+        paging = {"page_table": page_table, "cache_seqlens": cache_seqlens, "max_seqlen_k": most, "max_seqlen_q": 1}
+        window = -1 if -1 in weights.windows else max(weights.windows)
+        mha_decode_with_kvcache.operator.run_hook("check_values", {**paging, "k_cache": k_cache[0], "window_left": window}, check)
+
+
+@decoder_layers.prepare
+def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> DecoderWeights:
+    """Prepares the experts of every layer for the plan's kernel; all other weights are shared with the given object."""
+    if not isinstance(weights, DecoderWeights):
+        preparation.check.fail("weights", "a DecoderWeights", type(weights).__name__, TypeError)
+    made: dict[int, Any] = {}  # layers may share their experts
+    for layer in weights.layers:
+        if id(layer.experts) not in made:
+            given = {"weights": layer.experts, "plan": plan}
+            made[id(layer.experts)] = moe_apply.operator.run_hook("prepare", given, preparation)
+    return DecoderWeights([dataclasses.replace(layer, experts=made[id(layer.experts)]) for layer in weights.layers])
+
+
+@decoder_layers.fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _newest_slots(page_table: Tensor, cache_seqlens: Tensor, page_size: int) -> Tensor:
+    """Returns the slot of each sequence's last position, int64 ``[tokens]``."""
+    newest = (cache_seqlens - 1).long()
+    pages = page_table.gather(1, (newest // page_size)[:, None])[:, 0].long()
+    return pages * page_size + newest % page_size
+
+
+def _paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int | None) -> tuple[dict[str, Tensor], Tensor]:
+    """Draws page table, lengths and slots. Returns these, and a mask ``[pages, page_size]`` of slots that hold a token."""
+    page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, width)
+    slots = _newest_slots(page_table, cache_seqlens, page_size)
+    return {"page_table": page_table, "cache_seqlens": cache_seqlens, "slot_mapping": slots}, held
+
+
+def _caches(draw: Draw, held: Tensor, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Draws the caches of all layers. Slots without a token hold NaN."""
+    every = held.expand(layers, *held.shape)
+    return {name: draw_cache(draw, every, kv_heads, head_dim, dtype=dtype, stale=True) for name in ("k_cache", "v_cache")}
+
+
+def _drawn_layers(
+    draw: Draw,
+    windows: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    sizes: Sequence[int],
+    sinks: bool,
+    bias: bool,
+    router_bias: bool,
+    options: dict[str, Any],
+    shared: bool = False,
+) -> dict[str, Any]:
+    """Draws the layers' weights, and returns them with the plan of their experts.
+
+    The router's bias determines which experts are selected, in each layer other ones. So errors of the residual stream do not
+    change the selection.
+
+    Args:
+        windows: the ``window_left`` of each layer.
+        sizes: ``num_experts``, ``top_k``, ``hidden_size`` and ``intermediate_size``.
+        bias: whether attention has biases.
+        options: further fields of the plan.
+        shared: whether all layers have the same experts, to save memory.
+    """
+    (experts, top_k, hidden, _), dtype = sizes, options["dtype"]
+    width, columns = heads * head_dim, (heads + 2 * kv_heads) * head_dim
+    expert_weights = expert_inputs(0, *sizes, **options)
+
+    def dense(*shape: int, scale: float = 1.0) -> Tensor:
+        return draw.normal(*shape, dtype=dtype, scale=scale)
+
+    drawn: dict[str, Any] = {}
+    layers = []
+    for window in windows:
+        drawn = drawn if shared and drawn else expert_weights(draw)
+        selected = draw.permutation(experts) < top_k
+        layer = DecoderLayer(
+            input_norm=1 + dense(hidden, scale=0.1),
+            qkv=dense(columns, hidden, scale=hidden**-0.5),
+            projection=dense(hidden, width, scale=width**-0.5),
+            norm=1 + dense(hidden, scale=0.1),
+            router=dense(experts, hidden, scale=hidden**-0.5),
+            experts=drawn["weights"],
+            window_left=window,
+            qkv_bias=dense(columns, scale=0.5) if bias else None,
+            projection_bias=dense(hidden, scale=0.1) if bias else None,
+            sinks=draw.normal(heads) if sinks else None,
+            router_bias=torch.where(selected, 6.0, -6.0).to(dtype) if router_bias else None,
+        )
+        layers.append(layer)
+    return {"weights": DecoderWeights(layers), "plan": drawn["plan"]}
+
+
+@recipe
+def _inputs(
+    kv_lens: Sequence[int],
+    windows: Sequence[int],
+    hidden: int,
+    kv_heads: int,
+    gqa_ratio: int,
+    head_dim: int,
+    experts: int,
+    top_k: int,
+    intermediate: int,
+    dtype: torch.dtype = torch.bfloat16,
+    page_size: int = 16,
+    rotary_dim: int | None = None,
+    sinks: bool = True,
+    bias: bool = True,
+    **options: Any,
+) -> Callable[[Draw], dict[str, Any]]:
+    """Draws layers and a decode step of one token for each sequence.
+
+    Args:
+        windows: the ``window_left`` of each layer.
+        bias: whether attention has biases.
+        options: further fields of the plan.
+    """
+    tokens = len(kv_lens)
+
+    def make(draw: Draw) -> dict[str, Any]:
+        paging, held = _paging(draw, kv_lens, page_size, None)
+        sizes = experts, top_k, hidden, intermediate
+        drawn = _drawn_layers(
+            draw, windows, kv_heads * gqa_ratio, kv_heads, head_dim, sizes, sinks, bias, True, {"dtype": dtype, **options}
+        )
+        rotated = head_dim if rotary_dim is None else rotary_dim
+        angles = draw.uniform(max(kv_lens, default=0) + 1, rotated // 2, high=6.0)
+        return {
+            "x": draw.normal(tokens, hidden, dtype=dtype),
+            **drawn,
+            **_caches(draw, held, len(windows), kv_heads, head_dim, dtype),
+            **paging,
+            "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), 1),
+        }
+
+    return make
+
+
+@decoder_layers.cases
+def _() -> list[Case]:
+    small = (96, 1, 3, 64, 8, 4, 64)
+    full = (2880, 8, 8, 64, 128, 4, 2880)
+    half = torch.float16
+    experts: dict[str, Any] = {"weight_format": "mxfp4", "w13_interleaved": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
+    return [
+        Case("float32, dense experts, no sinks", _inputs([3, 9], [-1, 3], 32, 2, 2, 8, 4, 2, 24, torch.float32, 4, sinks=False)),
+        Case("gpt-oss layers, narrow, one token", _inputs([40], [9, -1], *small, **experts)),
+        Case("gpt-oss layers, narrow, one token in many pages", _inputs([300], [-1, 127], *small, **experts)),
+        Case("gpt-oss layers, narrow, 3 tokens", _inputs([33, 1, 150], [15, -1], *small, **experts)),
+        Case("gpt-oss layers, narrow, 8 tokens", _inputs([5, 17, 1, 40, 2, 16, 33, 64], [-1, 7], *small, **experts)),
+        Case("one layer, narrow, pages of 64", _inputs([70], [-1], 64, 1, 2, 64, 8, 2, 96, page_size=64, **experts)),
+        Case("no bias of attention, float16", _inputs([9, 20], [-1, 5], 64, 2, 2, 32, 4, 2, 32, half, 8, bias=False)),
+        Case("partial rotation, pages of 5", _inputs([11, 4, 2], [2, -1], 48, 2, 1, 16, 4, 1, 32, page_size=5, rotary_dim=8)),
+        Case("no tokens", _inputs([], [-1, 4], 32, 2, 2, 8, 4, 2, 24, torch.float32, 4)),
+        *(
+            Case(
+                f"gpt-oss-120b, 4 layers, decode {n} x 1024",
+                _inputs([1024] * n, [127, -1] * 2, *full, page_size=64, **experts),
+                large=True,
+            )
+            for n in (1, 2, 4, 8)
+        ),
+    ]
+
+
+@decoder_layers.work
+def _(weights: DecoderWeights, k_cache: Tensor, cache_seqlens: Tensor) -> dict[str, list[int]]:
+    # A capture has no description of the weights. So it gets here what the other arguments do not determine.
+    first, head_dim = weights.layers[0], k_cache.shape[4]
+    given = [first.sinks is not None, first.qkv_bias is not None, first.router_bias is not None]
+    heads = first.projection.shape[1] // head_dim
+    return {
+        "kv_lens": cache_seqlens.tolist(), "windows": list(weights.windows), "heads": [heads], "given": list(map(int, given)),
+    }  # fmt: skip
+
+
+@decoder_layers.vary
+def _(
+    variation: Variation, k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, slot_mapping: Tensor, plan: MoEPlan
+) -> dict[str, Any]:
+    page_size = k_cache.shape[2]
+    if variation.want is Want.CAPTURED:
+        batch, width = page_table.shape
+        layers, _, _, kv_heads, head_dim = k_cache.shape
+        paging, held = _paging(variation.draw, variation.values("kv_lens", batch, width * page_size), page_size, width)
+        windows, (heads,) = variation.values("windows", layers, -1), variation.values("heads", 1, kv_heads)
+        given = map(bool, variation.values("given", 3, 1))
+        sizes, options = drawn_as(plan)
+        drawn = _drawn_layers(variation.draw, windows, heads, kv_heads, head_dim, sizes, *given, options, shared=True)
+        paging["slot_mapping"] = paging["slot_mapping"].to(slot_mapping.dtype)
+        return {**drawn, **paging, **_caches(variation.draw, held, layers, kv_heads, head_dim, k_cache.dtype)}
+    if variation.want is Want.UNUSED or not cache_seqlens.numel():
+        return {}
+    shorter = (cache_seqlens * 2 // 3).clamp(min=1)
+    return {"cache_seqlens": shorter, "slot_mapping": _newest_slots(page_table, shorter, page_size).to(slot_mapping.dtype)}
+
+
+@decoder_layers.cost
+def _(x: Tensor, weights: DecoderWeights, k_cache: Tensor, cache_seqlens: Tensor, plan: MoEPlan) -> Cost:
+    # Assumes uniform routing, like `moe_topk_apply`: the logits of the layers are not computed.
+    tokens, count = x.shape[0], len(weights.layers)
+    first, (kv_heads, head_dim) = weights.layers[0], k_cache.shape[3:]
+    dense = [getattr(first, name) for name in DENSE]
+    matrices = first.qkv.numel() + first.projection.numel() + first.router.numel()
+    hit = 1 - (1 - plan.top_k / plan.num_experts) ** tokens
+    experts = nbytes(*(getattr(first.experts, name, None) for name in EXPERTS)) * hit
+    lengths = cache_seqlens.tolist()
+    seen = sum(visible_pairs(1, length, True, window) for window in weights.windows for length in lengths)
+    flops = count * tokens * (2.0 * matrices + 6.0 * plan.top_k * plan.hidden_size * plan.intermediate_size)
+    cached = (seen + count * tokens) * 2 * kv_heads * head_dim * k_cache.element_size()
+    return Cost(flops + 4.0 * seen * first.projection.shape[1], count * (nbytes(*dense) + experts) + cached + 2 * nbytes(x))
