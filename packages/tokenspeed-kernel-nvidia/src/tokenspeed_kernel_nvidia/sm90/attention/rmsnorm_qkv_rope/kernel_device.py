@@ -294,28 +294,13 @@ class Qkv(Mm):
         pair = work.first_pair + row // 2
         return pair // self.half * self.head_dim + pair % self.half + row % 2 * self.half
 
-    @cute.jit
-    def prefetch_pairs(self, call: Call, work: Work):
-        """Prefetches the CTA's weights into L2, row by row, until the preceding kernel has ended (PDL). See `Mm.prefetch`."""
+    def prefetch_pairs(self, call: Call, work: PairWork) -> None:
+        """Prefetches the CTA's weights into L2 until the preceding kernel has ended (PDL)."""
         config = self.config
-        ended = Barriers(call.ended)
-        begin = Cursor(Int32(0), Int32(0))
-        row, done, left = Int32(0), Int32(0), Int32(config.prefetched)
-        due = Int32(cute.arch.clock())
-        over = ended.poll(begin)
-        while (row < call.rows) & (left > 0) & (not over):
-            size = cutlass.min(call.row_bytes - done, PIECE_BYTES)
-            with cute.arch.elect_one():
-                prefetch_bulk(call.weights.row(self.row_of_pair(work, row)) + Int64(done), size)
-            due += size * config.pace // 1024
-            left -= size
-            done += size
-            if done >= call.row_bytes:
-                row += 1
-                done = Int32(0)
-            over = ended.poll(begin)
-            while (Int32(cute.arch.clock()) - due < 0) & (not over):
-                over = ended.poll(begin)
+        prefetch_rows(
+            call.ended, lambda row: call.weights.row(self.row_of_pair(work, row)), call.rows, call.row_bytes, config.prefetched,
+            config.pace,
+        )  # fmt: skip
 
     @cute.jit
     def load_pairs(self, call: Call, work: Work):
