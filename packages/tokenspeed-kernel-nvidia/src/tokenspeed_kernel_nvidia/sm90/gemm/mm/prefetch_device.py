@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor
 from tokenspeed_kernel_nvidia.sm90.common.bulk_device import prefetch_bulk
@@ -41,9 +41,8 @@ def prefetch_rows(
     over = barrier.poll(begin)
     while (row < rows) & (left > 0) & (not over):
         size = cutlass.min(row_bytes - done, PIECE_BYTES)
-        source = source_of(row) + done
         with cute.arch.elect_one():
-            prefetch_bulk(source, size)
+            prefetch_bulk(source_of(row) + Int64(done), size)
         due += size * pace // 1024
         left -= size
         done += size

@@ -103,7 +103,7 @@ class MmSplitK(SplitK):
         cute.arch.mbarrier_wait(storage.loaded.data_ptr(), 0)
         cute.arch.cluster_wait()  # the barriers of all CTAs are initialised
 
-    def prepare(self, call: Call, given: Tokens, kept: Any, row: Int32, other: Int32, token: Int32, turn: int) -> Any:
+    def prepare(self, call: Call, storage: Any, given: Tokens, kept: Any, row: Int32, other: Int32, token: Int32, turn: int) -> Any:
         """Loads the bias of both rows."""
         return [call.bias.load(each, (each < call.n) & (token < call.m)) for each in (row, other)]
 

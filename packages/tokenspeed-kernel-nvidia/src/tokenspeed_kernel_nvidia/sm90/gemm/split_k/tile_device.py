@@ -123,7 +123,7 @@ class SplitK:
         """Starts an MMA warp: returns once the tokens are in shared memory. Returns what `prepare` and `finish` need."""
         raise NotImplementedError
 
-    def prepare(self, call: Call, given: Any, kept: Any, row: Int32, other: Int32, token: Int32, turn: int) -> Any:
+    def prepare(self, call: Call, storage: Any, given: Any, kept: Any, row: Int32, other: Int32, token: Int32, turn: int) -> Any:
         """Loads operands of `finish`, before the thread waits for partial sums."""
         raise NotImplementedError
 
@@ -291,7 +291,7 @@ class SplitK:
             self.send(call, storage, acc, warp)
             row, other = (self.row_of(call.first + tile, Int32(half)) + own for half in range(2))
             tokens = [thread // (SHARE // 2) + 32 * each for each in range(self.turns)]
-            operands = [self.prepare(call, given, kept, row, other, tokens[each], each) for each in range(self.turns)]
+            operands = [self.prepare(call, storage, given, kept, row, other, tokens[each], each) for each in range(self.turns)]
             sums.wait(Cursor(wg, turn % 2))
             following = tile + WARPGROUPS < call.tiles
             if (thread == 0) & following:  # before any CTA may send again
