@@ -17,7 +17,7 @@ from tokenspeed_kernel_nvidia.cutedsl.memory_device import store_half
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import float_of, pack, widened
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import QkvConfig
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import LOAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, Vector, load_words_if, type_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, Vector, type_of
 
 
 def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
@@ -207,17 +207,17 @@ class Ends:
             (norm_at + LOAD_BYTES, live & (work.norm.kind == 1)),
         )
 
-    def scaled_chunk(self, x: list, residual: list, scales: list, square: Float32) -> tuple:
+    def scaled_chunk(self, raw: cute.Tensor, scales: list, square: Float32) -> tuple:
         """Returns a chunk's words as MMA operands (token plus residual, times the norm's weights), the sums themselves, and
         ``square`` plus their squares.
 
         Args:
-            x, residual: words of a chunk.
+            raw: the chunk's words of the token, ``raw[0, word]``, and of the residual, ``raw[1, word]``.
             scales: the norm's weights, float32.
         """
         scaled, sums = [], []
         for word in range(4):
-            pair, other = widened(self.dtype, x[word]), widened(self.dtype, residual[word])
+            pair, other = widened(self.dtype, raw[0, word]), widened(self.dtype, raw[1, word])
             total = pack(self.dtype, pair[0] + other[0], pair[1] + other[1])
             pair = widened(self.dtype, total)
             square += pair[0] * pair[0] + pair[1] * pair[1]

@@ -16,7 +16,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Pipeline, first_to_fill, first_to_read
@@ -233,8 +233,7 @@ class Qkv(Ends, Mm):
                 for turn in cutlass.range_constexpr(_AT_ONCE):
                     chunk, live = begin + turn * step, lives[turn]
                     scales = self.norm_weights(work, [raw[2 + word // 4, turn, word % 4] for word in range(8)])
-                    x, residual = ([raw[which, turn, word] for word in range(4)] for which in range(2))
-                    scaled, sums, square = self.scaled_chunk(x, residual, scales, square)
+                    scaled, sums, square = self.scaled_chunk(raw[None, turn, None], scales, square)
                     if chunk < chunks:
                         row = chunk % planes * call.m + token
                         column = chunk // planes * LOAD_BYTES

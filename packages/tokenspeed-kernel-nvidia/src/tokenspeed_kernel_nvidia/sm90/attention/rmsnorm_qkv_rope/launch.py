@@ -177,9 +177,7 @@ _FORMATS: tuple[tuple[str, tuple[TensorFormat, ...], int], ...] = (
 SPLIT_K_PRIORITY = Priority.COMPOSED - 1
 
 
-def _declare(
-    name: str, weights: tuple[TensorFormat, ...], step: int, head_dim: int, tokens: Constraint, priority: int
-) -> None:
+def _declare(name: str, weights: tuple[TensorFormat, ...], step: int, head_dim: int, tokens: Constraint, priority: int) -> None:
     """Registers the launcher for calls of some formats and numbers of tokens.
 
     Args:

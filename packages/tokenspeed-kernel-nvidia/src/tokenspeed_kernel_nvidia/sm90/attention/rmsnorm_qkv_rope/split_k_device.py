@@ -1,4 +1,4 @@
-"""Device code of `rmsnorm_qkv_rope` for up to 64 tokens: the GEMM of `gemm.split_k` with the prologue and epilogue of `ends_device`.
+"""Device code of `rmsnorm_qkv_rope` for up to 64 tokens: the GEMM of `gemm.split_k` with residual add, RMSNorm and RoPE.
 
 The CTAs of a cluster split the hidden size. A CTA adds tokens and residual for its blocks only, and keeps these sums, times the
 norm's weights, in shared memory as an operand of the wgmmas. It sends the tokens' sums of squares to all CTAs of the cluster. The
@@ -151,7 +151,7 @@ class QkvSplitK(Ends, SplitK):
         for chunk in cutlass.range(cute.arch.lane_idx(), call.blocks * _CHUNKS, 32, unroll=1):
             along = call.first_block * _CHUNKS + chunk  # in the token
             live = along * (LOAD_BYTES // 2) < work.hidden
-            raw = cute.make_rmem_tensor((count, 8), Uint32)
+            raw = cute.make_rmem_tensor((count, 2, 4), Uint32)
             _, _, *norm_at = self.sources_of(given.x, work, Int32(0), along, live)
             norm = [word for from_, wanted in norm_at for word in load_words_if(from_, wanted)]
             # Issue all loads before the first use.
@@ -160,14 +160,13 @@ class QkvSplitK(Ends, SplitK):
                 found = self.sources_of(given.x, work, token, along, live & (token < call.m))
                 for which in cutlass.range_constexpr(2):
                     for word, loaded in enumerate(load_words_if(*found[which])):
-                        raw[each, 4 * which + word] = loaded
+                        raw[each, which, word] = loaded
             scales = self.norm_weights(work, norm)
             # In a block, a token is a row of 128 bytes in the 128-byte swizzle. The row's index modulo 8 is the warp's index.
             to = base + chunk // _CHUNKS * (tokens * BLOCK * 2) + warp * (BLOCK * 2) + ((chunk % _CHUNKS) ^ warp) * LOAD_BYTES
             for each in cutlass.range_constexpr(count):
                 token = warp + WARPS * each
-                x, residual = ([raw[each, 4 * which + word] for word in range(4)] for which in range(2))
-                scaled, sums, squares[each] = self.scaled_chunk(x, residual, scales, squares[each])
+                scaled, sums, squares[each] = self.scaled_chunk(raw[each, None, None], scales, squares[each])
                 if token < call.m:
                     store_words_shared(to + each * (WARPS * BLOCK * 2), scaled)
                     if live & (work.total.address != 0) & (token % call.clusters == call.cluster):

@@ -1,4 +1,4 @@
-"""The device code of `mm` with k split over a cluster: the launch, the loads of tokens, and the bias. `tile_device` has the rest."""
+"""Device code of `mm` with k split over a cluster: the launch, the loads of tokens, and the bias. `tile_device` has the rest."""
 
 # mypy: ignore-errors
 

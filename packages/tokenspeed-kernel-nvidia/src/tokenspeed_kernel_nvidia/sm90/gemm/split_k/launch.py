@@ -64,7 +64,7 @@ def mm(
     out_dtype: torch.dtype | None,  # a's dtype or None, as the traits require
     out: Tensor | None,
 ) -> Tensor:
-    """Computes a GEMM of at most `MAX_TOKENS` rows by dense weights: launches the kernel on arguments that the operator has checked.
+    """Computes a GEMM of at most 64 rows by dense weights: launches the kernel on arguments that the operator has checked.
 
     The public function is `tokenspeed_kernel_nvidia.mm`. Weights that are not contiguous along k are copied.
 

@@ -1,9 +1,9 @@
 """What all kernels with k split over a cluster share: the ring of weights, the wgmmas, and the reduction over the cluster.
 
-A *tile* is 64 rows of weights, the wgmma's m; tokens are the wgmma's n. A *block* is 64 elements of k. The CTAs of a cluster compute
-the same tiles, each CTA with its own blocks. So a CTA reads only an eighth of the tokens' features, which stay in shared memory.
-All CTAs together then read few bytes of tokens beside the weights. With whole tokens in each CTA, 16 tokens of 4096 elements would
-be 132 times 128 KB, almost as many bytes as the 2880 rows of weights.
+A *tile* is 64 rows of weights, the wgmma's m; tokens are the wgmma's n. A *block* is 64 elements of k. The CTAs of a cluster
+compute the same tiles, each CTA with its own blocks. So a CTA reads only an eighth of the tokens' elements, which stay in shared
+memory. All CTAs together then read few bytes of tokens. If each CTA read all of 16 tokens of 4096 elements, 132 CTAs would read
+132 times 128 KB, which is 73% of the bytes of 2880 rows of weights.
 
 A tile has two halves of 32 rows each. Row i of both halves is computed for the same CTA of the cluster, so an epilogue may combine
 them, as RoPE does. Each CTA sends its partial sums of four rows of each half to the CTA that writes their results.
@@ -18,7 +18,15 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor, Pipeline, advance, first_to_fill, nth_to_read, pipeline
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import (
+    Barriers,
+    Cursor,
+    Pipeline,
+    advance,
+    first_to_fill,
+    nth_to_read,
+    pipeline,
+)
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, load_floats
 from tokenspeed_kernel_nvidia.sm90.common.bulk_device import of_rank
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring, Tma, make_tma, tma_load
