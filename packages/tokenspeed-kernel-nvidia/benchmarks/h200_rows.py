@@ -50,6 +50,7 @@ TODAY = "today"
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "split_k": {},
     "split_k, 12 stages": {"most_stages": 12},
+    "split_k, 8 stages": {"most_stages": 8},
     "split_k, no prefetch": {"prefetched": 0},
 }
 Call = Callable[[], Any]

@@ -34,7 +34,7 @@ def test_rows(benchmark_rows: Any) -> None:
         found = [*benchmark_rows.rows(layers, [9], 1)]
         layers.biases["output"] = layers.biases["output"][1:]
         failed = benchmark_rows.measured(layers, "output", "split_k", 1, lambda: None)
-    assert len(found) == 13
+    assert len(found) == 16
     assert {row["us"] for row in found} == {row["apart_us"] for row in found} == {10.0}
     assert all(row["error"] < benchmark_rows.MOST_ERROR for row in found if row["what"] != "both")
     assert "note" in failed
@@ -44,4 +44,4 @@ def test_rows(benchmark_rows: Any) -> None:
 def test_programs(benchmark_rows: Any) -> None:
     """Asserts that the programs to compile ahead are those that the variants launch."""
     programs = benchmark_rows.programs(benchmark_rows.Sizes(), [9, 16, 64])
-    assert len(programs) == len({*programs}) == 2 * 2 * 3
+    assert len(programs) == len({*programs}) == 2 * 2 * 4

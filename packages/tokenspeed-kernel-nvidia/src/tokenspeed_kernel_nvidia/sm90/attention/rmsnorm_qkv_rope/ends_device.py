@@ -1,4 +1,4 @@
-"""What the kernels of `rmsnorm_qkv_rope` share: arguments, host code, and the elementwise code of prologue and epilogue."""
+"""What the kernels of `rmsnorm_qkv_rope` share: arguments, host code, and RoPE with the cache write."""
 
 # mypy: ignore-errors
 
@@ -14,10 +14,10 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import store_half
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import float_of, pack, widened
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import pack, widened
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import QkvConfig
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import LOAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, Vector, type_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.norm_device import Norm, NormWork
 
 
 def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
@@ -80,14 +80,10 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Work:
+class Work(NormWork):
     """Parameters of prologue and epilogue, which a GEMM alone does not have.
 
     Attributes:
-        residual, total: the rows of the residual, and of the output for token plus residual; address 0 without a residual.
-        norm: the RMSNorm's weights.
-        eps: the RMSNorm's epsilon, added to the mean square.
-        hidden: elements of a token.
         positions, slots: positions and cache slots of the tokens. The address of ``slots`` is 0 if no cache is written.
         table: cos_sin_cache, the cosines and sines of each position.
         k, v: the caches.
@@ -95,11 +91,6 @@ class Work:
         heads, kv_heads: numbers of query heads and of KV heads.
     """
 
-    residual: Matrix
-    total: Matrix
-    norm: Vector
-    eps: Float32
-    hidden: Int32
     positions: Indices
     table: Table
     k: Cache
@@ -110,8 +101,8 @@ class Work:
     kv_heads: Int32
 
 
-class Ends:
-    """The host code, and the ends of both kernels: prologue and epilogue.
+class Ends(Norm):
+    """The host code and the epilogue of both kernels.
 
     Attributes:
         dtype: dtype of tokens and results.
@@ -177,53 +168,6 @@ class Ends:
             x, weights, Table(out.iterator.toint(), out.stride[0], out.stride[1]), Vector(bias, bias_kind),
             Table(scale, Int64(scale_row), Int64(scale_column)), work, ctas, sizes, stream,
         )  # fmt: skip
-
-    # -- prologue ------------------------------------------------------------------------------------------------------------------
-
-    def norm_weights(self, work: Work, words: list[Any]) -> list[Any]:
-        """Converts eight of the norm's weights to float32. ``words``: eight loaded words; 16-bit weights are in the first four."""
-        half = [each for word in words[:4] for each in widened(cutlass.Float16, word)]
-        brain = [each for word in words[:4] for each in widened(cutlass.BFloat16, word)]
-        return [
-            cutlass.select_(work.norm.kind == 1, float_of(words[at]), cutlass.select_(work.norm.kind == 2, brain[at], half[at]))
-            for at in range(8)
-        ]
-
-    def sources_of(self, x: Matrix, work: Work, token: Int32, chunk: Int32, live: Boolean) -> tuple:
-        """Returns the global addresses of chunk number ``chunk``, 16 bytes, of a token, of its residual, and of the norm's weights.
-        These are two addresses: 16-bit weights are at the first one, float32 weights at both. Each address stands with whether to
-        load from it.
-
-        Args:
-            live: whether the token and the chunk exist.
-        """
-        at = Int64(chunk * LOAD_BYTES)
-        size = cutlass.select_(work.norm.kind == 1, Int32(4), Int32(2))
-        norm_at = work.norm.address + Int64(chunk * (LOAD_BYTES // 2) * size)
-        return (
-            (x.row(token) + at, live),
-            (work.residual.row(token) + at, live & (work.residual.address != 0)),
-            (norm_at, live),
-            (norm_at + LOAD_BYTES, live & (work.norm.kind == 1)),
-        )
-
-    def scaled_chunk(self, raw: cute.Tensor, scales: list, square: Float32) -> tuple:
-        """Returns a chunk's words as MMA operands (token plus residual, times the norm's weights), the sums themselves, and
-        ``square`` plus their squares.
-
-        Args:
-            raw: the chunk's words of the token, ``raw[0, word]``, and of the residual, ``raw[1, word]``.
-            scales: the norm's weights, float32.
-        """
-        scaled, sums = [], []
-        for word in range(4):
-            pair, other = widened(self.dtype, raw[0, word]), widened(self.dtype, raw[1, word])
-            total = pack(self.dtype, pair[0] + other[0], pair[1] + other[1])
-            pair = widened(self.dtype, total)
-            square += pair[0] * pair[0] + pair[1] * pair[1]
-            scaled.append(pack(self.dtype, pair[0] * scales[2 * word], pair[1] * scales[2 * word + 1]))
-            sums.append(total)
-        return scaled, sums, square
 
     # -- epilogue ------------------------------------------------------------------------------------------------------------------
 

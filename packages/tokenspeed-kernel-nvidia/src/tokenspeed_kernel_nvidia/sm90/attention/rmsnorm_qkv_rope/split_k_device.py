@@ -16,23 +16,18 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import store_words_shared
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import bits_of, load_floats, store_words
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.ends_device import Ends, Work, fake_arguments
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.split_k_config import SplitKConfig
-from tokenspeed_kernel_nvidia.sm90.common.bulk_device import of_rank, send_word
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import LOAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, Vector, load_float_if, load_words_if
-from tokenspeed_kernel_nvidia.sm90.gemm.split_k.config import BLOCK, CLUSTER, HALF, THREADS, TILE, WARPS
-from tokenspeed_kernel_nvidia.sm90.gemm.split_k.tile_device import COMPUTING, Call, SplitK, tell_ended, weights_tma
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, Vector, load_float_if
+from tokenspeed_kernel_nvidia.sm90.gemm.split_k.config import CLUSTER, HALF, THREADS, TILE, WARPS
+from tokenspeed_kernel_nvidia.sm90.gemm.split_k.norm_device import CHUNKS, NormSplitK
+from tokenspeed_kernel_nvidia.sm90.gemm.split_k.tile_device import Call, weights_tma
 
 __all__ = ["fake_arguments", "host"]
-
-_CHUNKS = BLOCK * 2 // LOAD_BYTES  # 16-byte chunks of a token in a block
 
 
 def host(config: SplitKConfig) -> Any:
@@ -48,11 +43,9 @@ class Tokens:
     work: Work
 
 
-class QkvSplitK(Ends, SplitK):
+class QkvSplitK(Ends, NormSplitK):
     """The kernel of one configuration, with the warps of `SplitK`. The MMA warps load the tokens: warp i loads tokens i, i + 8,
     and so on."""
-
-    squared = True
 
     def __init__(self, config: SplitKConfig) -> None:
         super().__init__(config)
@@ -78,7 +71,8 @@ class QkvSplitK(Ends, SplitK):
             weights_tma(rows), Matrix(weights.iterator.toint(), weights.stride[1] * 2), bias, out, x.shape[0], rows.shape[0],
             Tokens(Matrix(x.iterator.toint(), x.stride[0] * 2), work), self.mma(),
         ).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1), stream=stream, use_pdl=True,
+            min_blocks_per_mp=1, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
@@ -111,10 +105,7 @@ class QkvSplitK(Ends, SplitK):
             The positions and the cache slots of the thread's tokens; slots are negative if no cache is written.
         """
         work = given.work
-        cute.arch.griddepcontrol_wait()
-        if warp == 0:
-            with cute.arch.elect_one():
-                tell_ended(storage)
+        self.await_kernel_before(storage, warp)
         lane = cute.arch.lane_idx()
         # The epilogue needs a token's position and slot. Load both here, to hide the latency of the loads.
         tokens = [cute.arch.thread_idx()[0] % 128 // 4 + 32 * each for each in range(self.turns)]
@@ -124,53 +115,11 @@ class QkvSplitK(Ends, SplitK):
         slots = [cutlass.select_(writes, slot, Int64(-1)) for slot in slots]
         squares = cute.make_rmem_tensor((self.config.tokens // WARPS,), Float32)
         squares.fill(0.0)
-        self.keep_tokens(call, storage, given, warp, squares)
-        # Order the stores before the wgmmas' reads (async proxy).
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=32 * WARPS)
-        cute.arch.cluster_wait()  # the barriers of all CTAs are initialised
-        for each in cutlass.range_constexpr(self.config.tokens // WARPS):
-            square = squares[each]
-            for power in cutlass.range_constexpr(5):
-                square += cute.arch.shuffle_sync_bfly(square, offset=1 << power)
-            if lane < CLUSTER:
-                place = call.rank * self.config.tokens + warp + WARPS * each
-                there = of_rank(storage.squares.data_ptr().toint() + place * 4, lane)
-                send_word(there, bits_of(square), of_rank(storage.squared.data_ptr().toint(), lane))
+        for chunk in cutlass.range(lane, call.blocks * CHUNKS, 32, unroll=1):
+            raw, scales = self.load_tokens(call, work, given.x, warp, chunk)
+            self.keep_tokens(call, storage, work, warp, chunk, raw, scales, squares)
+        self.exchange(call, storage, warp, squares)
         return positions, slots
-
-    @cute.jit
-    def keep_tokens(self, call: Call, storage: Any, given: Tokens, warp: Int32, squares: cute.Tensor):
-        """Stores tokens plus residual, times the norm's weights, as operands of the wgmmas, with zeros beyond the hidden size. Adds
-        the squares of tokens plus residual to ``squares``. Cluster i also writes these sums of tokens i, i + the number of
-        clusters, and so on.
-        """
-        work, tokens = given.work, self.config.tokens
-        count = tokens // WARPS
-        base = storage.columns.data_ptr().toint()
-        for chunk in cutlass.range(cute.arch.lane_idx(), call.blocks * _CHUNKS, 32, unroll=1):
-            along = call.first_block * _CHUNKS + chunk  # in the token
-            live = along * (LOAD_BYTES // 2) < work.hidden
-            raw = cute.make_rmem_tensor((count, 2, 4), Uint32)
-            _, _, *norm_at = self.sources_of(given.x, work, Int32(0), along, live)
-            norm = [word for from_, wanted in norm_at for word in load_words_if(from_, wanted)]
-            # Issue all loads before the first use.
-            for each in cutlass.range_constexpr(count):
-                token = warp + WARPS * each
-                found = self.sources_of(given.x, work, token, along, live & (token < call.m))
-                for which in cutlass.range_constexpr(2):
-                    for word, loaded in enumerate(load_words_if(*found[which])):
-                        raw[each, which, word] = loaded
-            scales = self.norm_weights(work, norm)
-            # In a block, a token is a row of 128 bytes in the 128-byte swizzle. The row's index modulo 8 is the warp's index.
-            to = base + chunk // _CHUNKS * (tokens * BLOCK * 2) + warp * (BLOCK * 2) + ((chunk % _CHUNKS) ^ warp) * LOAD_BYTES
-            for each in cutlass.range_constexpr(count):
-                token = warp + WARPS * each
-                scaled, sums, squares[each] = self.scaled_chunk(raw[each, None, None], scales, squares[each])
-                if token < call.m:
-                    store_words_shared(to + each * (WARPS * BLOCK * 2), scaled)
-                    if live & (work.total.address != 0) & (token % call.clusters == call.cluster):
-                        store_words(work.total.row(token) + Int64(along * LOAD_BYTES), sums)
 
     # -- epilogue ------------------------------------------------------------------------------------------------------------------
 
@@ -192,12 +141,7 @@ class QkvSplitK(Ends, SplitK):
         angle = work.table.at(Int32(kept[0][turn]), row % self.head_dim, 4)
         rotates = live & (row // self.head_dim < work.heads + work.kv_heads)
         turned = [load_float_if(angle + half * (4 * self.half), rotates) for half in range(2)]
-        cute.arch.mbarrier_wait(storage.squared.data_ptr(), 0)
-        square = Float32(0.0)
-        at = storage.squares.data_ptr().toint() + cutlass.min(token, self.config.tokens - 1) * 4
-        for rank in cutlass.range_constexpr(CLUSTER):
-            square += load_floats("shared", at + rank * self.config.tokens * 4, 1)
-        return biases, turned, cute.math.rsqrt(square / Float32(work.hidden) + work.eps)
+        return biases, turned, self.factor_of(storage, work, token)
 
     @cute.jit
     def finish(

@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, make_tma, tma_load
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, Vector, store_number
 from tokenspeed_kernel_nvidia.sm90.gemm.split_k.config import BLOCK, CLUSTER, THREADS, TILE, Config
-from tokenspeed_kernel_nvidia.sm90.gemm.split_k.tile_device import Call, SplitK, tell_ended, weights_tma
+from tokenspeed_kernel_nvidia.sm90.gemm.split_k.tile_device import Call, SplitK, weights_tma
 
 
 def host(config: Config) -> Any:
@@ -63,7 +63,7 @@ class MmSplitK(SplitK):
             self.mma(),
         ).launch(
             grid=(CLUSTER * clusters, 1, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1), stream=stream, use_pdl=True,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=1, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
@@ -96,10 +96,7 @@ class MmSplitK(SplitK):
 
     @cute.jit
     def begin(self, call: Call, storage: Any, given: Tokens, warp: Int32):
-        cute.arch.griddepcontrol_wait()
-        if warp == 0:
-            with cute.arch.elect_one():
-                tell_ended(storage)
+        self.await_kernel_before(storage, warp)
         cute.arch.mbarrier_wait(storage.loaded.data_ptr(), 0)
         cute.arch.cluster_wait()  # the barriers of all CTAs are initialised
 

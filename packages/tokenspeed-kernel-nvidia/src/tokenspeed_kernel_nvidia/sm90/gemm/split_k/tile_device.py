@@ -19,7 +19,6 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import (
-    Barriers,
     Cursor,
     Pipeline,
     advance,
@@ -220,6 +219,14 @@ class SplitK:
             self.compute(call, storage, given, warp)
 
     @cute.jit
+    def await_kernel_before(self, storage: Any, warp: Int32):
+        """An MMA warp waits until the preceding kernel has ended (PDL). The first warp tells the producer."""
+        cute.arch.griddepcontrol_wait()
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(storage.ended.data_ptr())
+
+    @cute.jit
     def init(self, call: Call, storage: Any):
         """Initialises all barriers, and expects the first partial sums before any CTA may send them."""
         pipe, sums = self.pipe(storage), self.sums(storage)
@@ -318,7 +325,7 @@ class SplitK:
         return storage.buffers.data_ptr().toint() + wg * (self.config.buffer_floats * 4)
 
     def place_of(self, token: Int32) -> Int32:
-        """Returns a token's place in a row of a buffer. Of sixteen tokens, a thread has four: neighbours of both groups of
+        """Returns a token's place in a row of a buffer. A thread has four of sixteen tokens: neighbours of both groups of
         eight."""
         return token // 16 * 16 + token % 8 // 2 * 4 + token % 16 // 8 * 2 + token % 2
 
@@ -353,8 +360,3 @@ class SplitK:
     def mma(self) -> cute.TiledMma:
         """Returns the tiled wgmma of a tile by all tokens."""
         return make_qk_mma(self.dtype, self.config.tokens)
-
-
-def tell_ended(storage: Any) -> None:
-    """The calling lane tells the producer that the preceding kernel has ended."""
-    Barriers(storage.ended.data_ptr()).arrive(Cursor(Int32(0), Int32(0)))
