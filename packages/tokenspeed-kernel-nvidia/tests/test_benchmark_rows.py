@@ -31,10 +31,10 @@ def test_rows(benchmark_rows: Any) -> None:
     sizes = benchmark_rows.Sizes(hidden=200, heads=4, kv_heads=2, experts=16)
     with sm90_emulator.emulated_sm90(seed=1):
         layers = benchmark_rows.Layers(sizes, 2, torch.device("cpu"))
-        found = [*benchmark_rows.rows(layers, [9], 1)]
+        found = [*benchmark_rows.rows(layers, [9, 65], 1)]
         layers.biases["output"] = layers.biases["output"][1:]
         failed = benchmark_rows.measured(layers, "output", "split_k", 1, lambda: None)
-    assert len(found) == 16
+    assert len(found) == 17 + 2
     assert {row["us"] for row in found} == {row["apart_us"] for row in found} == {10.0}
     assert all(row["error"] < benchmark_rows.MOST_ERROR for row in found if row["what"] != "both")
     assert "note" in failed
@@ -44,4 +44,4 @@ def test_rows(benchmark_rows: Any) -> None:
 def test_programs(benchmark_rows: Any) -> None:
     """Asserts that the programs to compile ahead are those that the variants launch."""
     programs = benchmark_rows.programs(benchmark_rows.Sizes(), [9, 16, 64])
-    assert len(programs) == len({*programs}) == 2 * 2 * 4
+    assert len(programs) == len({*programs}) == 2 * 2 * 4 + 4

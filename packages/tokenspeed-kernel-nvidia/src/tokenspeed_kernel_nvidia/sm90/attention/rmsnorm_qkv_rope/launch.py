@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.traits import Constraint, at_least, at_most, multipl
 from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
-from tokenspeed_kernel_nvidia.cutedsl.launch import KINDS
+from tokenspeed_kernel_nvidia.cutedsl.launch import vector_at
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     HEAD_DIMS,
     MOST_HIDDEN,
@@ -77,18 +77,6 @@ def _launch_of(
     return rmsnorm_qkv_rope_program(config), astuple(launch_parameters_of(config, tokens, columns, hidden, sm_count_of(device)))
 
 
-def _vector(x: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Returns a contiguous, 16-byte aligned copy of a vector, or the vector itself; its address; and its dtype's tag in KINDS. The
-    tensor must live until the launch.
-    """
-    if x is None:
-        return None, 0, 0
-    if x.dtype not in KINDS:
-        x = x.float()
-    x = x if x.stride(0) == 1 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-    return x, x.data_ptr(), KINDS[x.dtype]
-
-
 def _indices(x: Tensor | None) -> tuple[int, int, int]:
     """Returns the address of a vector of integers, 1 for int64 or 0 for int32, and the stride in elements; three zeros for None."""
     return (0, 0, 0) if x is None else (x.data_ptr(), int(x.dtype == torch.int64), x.stride(0))
@@ -127,8 +115,8 @@ def rmsnorm_qkv_rope(
         added = None if residual is None else aligned(residual)
         table = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
         # Copies must live until the launch.
-        _norm, *norm_at = _vector(norm_weight)
-        _bias, *bias_at = _vector(bias)
+        _norm, *norm_at = vector_at(norm_weight)
+        _bias, *bias_at = vector_at(bias)
         caches: tuple[int, ...] = (0,) * 10
         written, page_size = None, 1
         if k_cache is not None and v_cache is not None and k_cache.numel():

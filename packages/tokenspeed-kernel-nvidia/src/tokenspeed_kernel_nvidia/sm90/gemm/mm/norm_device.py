@@ -87,3 +87,13 @@ class Norm:
             scaled.append(pack(self.dtype, pair[0] * scales[2 * word], pair[1] * scales[2 * word + 1]))
             sums.append(total)
         return scaled, sums, square
+
+    def normed_chunk(self, raw: cute.Tensor, scales: list, factor: Float32) -> list:
+        """Returns the words of a normalised chunk. ``factor``: the token's reciprocal root mean square. Other arguments: see
+        `scaled_chunk`."""
+        _, sums, _ = self.scaled_chunk(raw, scales, Float32(0.0))
+        pairs = [widened(self.dtype, total) for total in sums]
+        return [
+            pack(self.dtype, low * factor * scales[2 * at], high * factor * scales[2 * at + 1])
+            for at, (low, high) in enumerate(pairs)
+        ]

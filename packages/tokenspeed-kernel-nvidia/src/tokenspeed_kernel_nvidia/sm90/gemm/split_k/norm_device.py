@@ -1,8 +1,8 @@
 """Residual add and RMSNorm as the prologue of a GEMM whose k the CTAs of a cluster split.
 
 A CTA adds tokens and residual for its blocks only, and keeps these sums, times the norm's weights, in shared memory as an operand
-of the wgmmas. It sends the tokens' sums of squares to all CTAs of the cluster. The epilogue divides a token's results by the root mean
-square, so no wgmma waits for the root mean square.
+of the wgmmas. It sends the tokens' sums of squares to all CTAs of the cluster. The epilogue divides a token's results by the root
+mean square, so no wgmma waits for the root mean square.
 """
 
 # mypy: ignore-errors

@@ -260,22 +260,25 @@ class SplitK:
 
     @cute.jit
     def load(self, call: Call, storage: Any):
-        """Streams this CTA's blocks of all tiles into the ring."""
+        """Streams this CTA's blocks of all tiles into the ring. Both warpgroups' tiles take turns, block by block. So both warpgroups
+        work at the same time, and none waits for a stage that is to be filled twice before, whose phase has the same parity.
+        """
         pipe = self.pipe(storage)
         boxes = self.ring.boxes(storage.ring, HALF)
         at = first_to_fill()
-        for tile in cutlass.range(call.tiles, unroll=1):
+        for tile in cutlass.range(0, call.tiles, WARPGROUPS, unroll=1):
             for block in cutlass.range(call.blocks, unroll=1):
-                pipe.acquire(at)
-                # The preceding kernel may have written the weights (PDL). Nothing above this wait depends on that kernel.
-                cute.arch.griddepcontrol_wait()
-                with cute.arch.elect_one():
-                    pipe.commit(at, STAGE_BYTES)
-                for half in cutlass.range_constexpr(2):
-                    corner = self.row_of(call.first + tile, Int32(half)), (call.first_block + block) * BLOCK
-                    source = cute.domain_offset(corner, call.weights.tensor)
-                    tma_load(call.weights.atom, source, (HALF, BLOCK), boxes[None, None, half, 0, at.stage], pipe.full.of(at))
-                at = advance(at, self.config.stages)
+                for each in cutlass.range(cutlass.min(call.tiles - tile, WARPGROUPS), unroll=1):
+                    pipe.acquire(at)
+                    # The preceding kernel may have written the weights (PDL). Nothing above this wait depends on that kernel.
+                    cute.arch.griddepcontrol_wait()
+                    with cute.arch.elect_one():
+                        pipe.commit(at, STAGE_BYTES)
+                    for half in cutlass.range_constexpr(2):
+                        corner = self.row_of(call.first + tile + each, Int32(half)), (call.first_block + block) * BLOCK
+                        source = cute.domain_offset(corner, call.weights.tensor)
+                        tma_load(call.weights.atom, source, (HALF, BLOCK), boxes[None, None, half, 0, at.stage], pipe.full.of(at))
+                    at = advance(at, self.config.stages)
 
     # -- the MMA warps -------------------------------------------------------------------------------------------------------------
 
@@ -294,13 +297,12 @@ class SplitK:
         own = call.rank * (SHARE // 2) + thread % (SHARE // 2)  # the thread's row in both halves of a tile
         for tile in cutlass.range(wg, call.tiles, WARPGROUPS, unroll=1):
             acc.fill(0.0)
-            at = nth_to_read(tile * call.blocks, c.stages)
             for block in cutlass.range(call.blocks, unroll=1):
+                at = self.stage_of(call, tile, block)
                 pipe.wait(at)
                 start_mma(call.mma, acc, left[None, None, None, at.stage], right[None, None, None, block], True)
                 warpgroup.wait_group(0)
                 pipe.release(at)
-                at = advance(at, c.stages)
             turn = tile // WARPGROUPS
             sums.acquire(Cursor(wg, (turn + 1) % 2))
             self.send(call, storage, acc, warp)
@@ -318,6 +320,12 @@ class SplitK:
                     arrive_at(sums.empty.of(Cursor(wg, Int32(0))).toint(), thread)
             for each in cutlass.range_constexpr(self.turns):
                 self.finish(call, given, kept, row, other, tokens[each], each, both[each], operands[each])
+
+    def stage_of(self, call: Call, tile: Int32, block: Int32) -> Cursor:
+        """Returns the cursor of a block of a tile in the ring of weights, for the warpgroup that reads it; see `load`."""
+        first = tile // WARPGROUPS * WARPGROUPS
+        index = first * call.blocks + block * cutlass.min(call.tiles - first, WARPGROUPS) + tile % WARPGROUPS
+        return nth_to_read(index, self.config.stages)
 
     def buffer_at(self, storage: Any, wg: Int32) -> Int32:
         """Returns the shared address of a warpgroup's buffer of partial sums: float32 ``[CTA of the cluster][half][row of four]
