@@ -260,8 +260,10 @@ class SplitK:
 
     @cute.jit
     def load(self, call: Call, storage: Any):
-        """Streams this CTA's blocks of all tiles into the ring. Both warpgroups' tiles take turns, block by block. So both warpgroups
-        work at the same time, and none waits for a stage that is to be filled twice before, whose phase has the same parity.
+        """Streams this CTA's blocks of all tiles into the ring. Both warpgroups' tiles take turns, block by block.
+
+        So both warpgroups work at the same time. If one tile's blocks followed the other's, a warpgroup could wait for the use
+        after the next one of a stage. The phase of that use has the same parity as a phase that has ended.
         """
         pipe = self.pipe(storage)
         boxes = self.ring.boxes(storage.ring, HALF)
