@@ -148,8 +148,8 @@ def _gemm(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "
 
 
 def test_gemms_of_few_rows(registered: KernelRegistry) -> None:
-    """Asserts that calls are eligible with up to 16 rows of multiples of 16 bytes, with any bias, and with float32 results. Calls with
-    up to 64 rows are eligible if the result has the operands' dtype."""
+    """Asserts that calls are eligible with up to 16 rows of multiples of 16 bytes, with any bias, and with float32 results. Calls
+    with up to 64 rows are eligible if the result has the operands' dtype."""
     for m in (1, 8, 16):
         assert _gemm(m, 72) == "cutedsl_mm_bfloat16"
         assert _gemm(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
