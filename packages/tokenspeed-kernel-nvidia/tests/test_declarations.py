@@ -155,7 +155,7 @@ def test_gemms_of_few_rows(registered: KernelRegistry) -> None:
         assert _gemm(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
         assert _gemm(m, 72, bias=torch.zeros(48)) == "cutedsl_mm_bfloat16"
         assert _gemm(m, 72, platform="sm_80") == ""
-    assert _gemm(17, 72) == _gemm(64, 72) == "cutedsl_mm_split_k_bfloat16"
+    assert _gemm(17, 72) == _gemm(64, 72) == "cutedsl_mm_split_k_narrow_bfloat16"
     assert _gemm(17, 72, out_dtype=torch.float32) == _gemm(65, 72) == ""
     assert _gemm(1, 76) == ""
     assert _gemm(1, 72, torch.float32) == ""

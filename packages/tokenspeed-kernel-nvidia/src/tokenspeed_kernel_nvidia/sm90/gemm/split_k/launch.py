@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.alignment import aligned
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
+from tokenspeed_kernel_base.traits import Constraint, at_least, at_most, multiple_of
 from tokenspeed_kernel_nvidia._machine import clusters_at_once
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
@@ -33,9 +33,9 @@ from tokenspeed_kernel_nvidia.sm90.gemm.split_k.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
-# The priority for calls that another kernel of this package or PyTorch's GEMM serves too: below all of them. It has not been
-# measured yet; `Priority.SPECIALIZED` prefers this kernel.
-PRIORITY = Priority.PORTABLE - 3
+# The calls that other kernels leave room for, and this kernel's priority for them: rows of activations, and columns of the result.
+# The priority is below that of all other kernels, because the kernel has not been measured yet. `Priority.SPECIALIZED` prefers it.
+FEWEST_ROWS, N, PRIORITY = 9, (1024, 8192), Priority.PORTABLE - 3
 
 
 @program(arch=ARCH, configs=every_config)
@@ -82,22 +82,31 @@ def mm(
     return made
 
 
-for _dtype, _name in DTYPES.items():
-    _format = dense_tensor_format(_dtype)
+def _declare(name: str, dtype: torch.dtype, priority: int, **sizes: Constraint) -> None:
+    """Registers the kernel for calls of some sizes: constraints on m and n."""
+    operand = dense_tensor_format(dtype)
     register_kernel(
         "gemm",
         "mm",
-        name=f"cutedsl_mm_split_k_{_name}",
+        name=f"cutedsl_mm_split_k_{name}",
         solution="cutedsl",
         capability=CUTEDSL_HOPPER,
-        signatures={format_signature(a=_format, b=_format)},
+        signatures={format_signature(a=operand, b=operand)},
         traits={
-            "m": at_most(MAX_TOKENS),
             "k": at_least(8) & at_most(MAX_K) & multiple_of(8),
-            "out_dtype": _name,
+            "out_dtype": dtype_name(dtype),
             "bias": any,
             "wide_bias": any,
+            **sizes,
         },
-        priority=PRIORITY,
+        priority=priority,
         tags={"determinism"},
     )(mm)
+
+
+for _dtype, _name in DTYPES.items():
+    _rows = at_least(FEWEST_ROWS) & at_most(MAX_TOKENS)
+    _declare(_name, _dtype, PRIORITY, m=_rows, n=at_least(N[0]) & at_most(N[1]))
+    _declare(f"few_{_name}", _dtype, Priority.PORTABLE - 3, m=at_most(FEWEST_ROWS - 1))
+    _declare(f"narrow_{_name}", _dtype, Priority.PORTABLE - 3, m=_rows, n=at_most(N[0] - 1))
+    _declare(f"wide_{_name}", _dtype, Priority.PORTABLE - 3, m=_rows, n=at_least(N[1] + 1))
