@@ -38,11 +38,15 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import launch as qkv_launch
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.split_k_config import split_k_config_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import config_of as mm_config_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import sharing_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
 from tokenspeed_kernel_nvidia.sm90.gemm.split_k import launch as mm_launch
 from tokenspeed_kernel_nvidia.sm90.gemm.split_k.config import MAX_TOKENS, config_of
 from tokenspeed_kernel_nvidia.sm90.moe.route import launch as route_launch
 
 EPS, PAGE_SIZE, POSITIONS = 1e-5, 64, 4096
+SMS = 132  # of an H200
 READ_BANDWIDTH = 4.35e6  # measured on an H200, in bytes per microsecond
 MOST_ERROR = 1e-2  # relative to float64, of all elements together; a bfloat16 logit of 2 is off by up to 4e-3
 KERNELS = {
@@ -237,8 +241,10 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def programs(sizes: Sizes, tokens: Sequence[int]) -> list[tuple[Any, Any]]:
-    """Returns the programs that the variants launch, with their configurations."""
-    found = [(route_launch.rmsnorm_moe_topk_program, config) for config in route_launch.every_config()]
+    """Returns the programs of this package that the variants launch, with their configurations."""
+    found: list[tuple[Any, Any]] = [(route_launch.rmsnorm_moe_topk_program, each) for each in route_launch.every_config()]
+    today = mm_config_of("bfloat16", "dense", "none", "bfloat16", 16, sharing_of("dense", 16, sizes.hidden, 2 * sizes.width, SMS))
+    found.append((mm_program, today))
     for changes in VARIANTS.values():
         for count in (count for count in tokens if count <= MAX_TOKENS):
             if count > 8:
