@@ -202,8 +202,12 @@ def calls_of(layers: Layers, what: str, variant: str) -> list[Call]:
     return [of_layer(index) for index in range(len(layers.qkv))]
 
 
-def measured(layers: Layers, what: str, variant: str, seconds: float, spacer: Call) -> dict[str, Any]:
-    """Checks and times a variant. If it fails, the row has the reason."""
+def measured(layers: Layers, what: str, variant: str, seconds: float, spacer: Call, spacer_us: float) -> dict[str, Any]:
+    """Checks and times a variant. If it fails, the row has the reason.
+
+    Args:
+        spacer: launches the small kernel that stands before each call for ``apart_us``, and takes ``spacer_us``.
+    """
     row: dict[str, Any] = {"what": what, "tokens": len(layers.x), "variant": variant, "us": None, "apart_us": None, "error": None}
     with changed(VARIANTS.get(variant, {})):
         try:
@@ -212,8 +216,7 @@ def measured(layers: Layers, what: str, variant: str, seconds: float, spacer: Ca
                 row["error"] = layers.error(what, calls[0])
             row["us"] = statistics.median(sample_graph(calls, layers.device, budget_s=seconds))
             apart = [each for call in calls for each in (spacer, call)]
-            spaced = 2 * statistics.median(sample_graph(apart, layers.device, budget_s=seconds))
-            row["apart_us"] = spaced - statistics.median(sample_graph([spacer] * len(apart), layers.device, budget_s=seconds))
+            row["apart_us"] = 2 * statistics.median(sample_graph(apart, layers.device, budget_s=seconds)) - spacer_us
         except (RuntimeError, ValueError) as error:
             row["note"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     if row["us"] is not None:
@@ -225,11 +228,16 @@ def measured(layers: Layers, what: str, variant: str, seconds: float, spacer: Ca
 def rows(layers: Layers, tokens: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
     """Measures all variants for some numbers of tokens."""
     scratch = torch.zeros(64, device=layers.device)
+
+    def spacer() -> None:
+        scratch.add_(1.0)
+
+    spacer_us = statistics.median(sample_graph([spacer] * len(layers.qkv), layers.device, budget_s=seconds))
     for count in tokens:
         layers.use(count)
         for what in WHAT if count <= MAX_TOKENS else ["router"]:
             for variant in [TODAY, "split_k"] if what == "router" else [TODAY, *VARIANTS]:
-                yield measured(layers, what, variant, seconds, lambda: scratch.add_(1.0))
+                yield measured(layers, what, variant, seconds, spacer, spacer_us)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -259,7 +267,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[9, 16, 32, 64, 128, 256])
     parser.add_argument("--layers", type=int, default=12, help="layers, whose weights are read in turn")
-    parser.add_argument("--seconds", type=float, default=0.05, help="seconds of timing per graph")
+    parser.add_argument("--seconds", type=float, default=0.03, help="seconds of timing per graph")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--compile", action="store_true", help="compile, and measure nothing")
     parser.add_argument("--output", type=Path)

@@ -33,7 +33,7 @@ def test_rows(benchmark_rows: Any) -> None:
         layers = benchmark_rows.Layers(sizes, 2, torch.device("cpu"))
         found = [*benchmark_rows.rows(layers, [9, 65], 1)]
         layers.biases["output"] = layers.biases["output"][1:]
-        failed = benchmark_rows.measured(layers, "output", "split_k", 1, lambda: None)
+        failed = benchmark_rows.measured(layers, "output", "split_k", 1, lambda: None, 1.0)
     assert len(found) == 17 + 2
     assert {row["us"] for row in found} == {row["apart_us"] for row in found} == {10.0}
     assert all(row["error"] < benchmark_rows.MOST_ERROR for row in found if row["what"] != "both")
