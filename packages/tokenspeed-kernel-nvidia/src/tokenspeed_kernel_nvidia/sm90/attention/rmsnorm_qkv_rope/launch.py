@@ -56,7 +56,17 @@ def rmsnorm_qkv_rope_program(config: QkvConfig) -> tuple[Any, tuple[Any, ...]]:
     return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 
-@program(arch=ARCH, configs=every_split_k_config)
+# Priority of the kernel for more than 8 tokens, below the operator's composition of separate kernels: it has not been measured yet.
+# `Priority.SPECIALIZED` prefers it.
+SPLIT_K_PRIORITY = Priority.COMPOSED - 1
+
+
+def usual_split_k_configs() -> list[SplitKConfig]:
+    """Returns the configurations that calls use which name no kernel: none while other kernels are preferred."""
+    return every_split_k_config() if SPLIT_K_PRIORITY >= Priority.PERFORMANT else []
+
+
+@program(arch=ARCH, configs=every_split_k_config, usual=usual_split_k_configs)
 def rmsnorm_qkv_rope_split_k_program(config: SplitKConfig) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import split_k_device
 
@@ -160,9 +170,6 @@ _FORMATS: tuple[tuple[str, tuple[TensorFormat, ...], int], ...] = (
     ("fp8_weights_", tuple(fp8_format(torch.float8_e4m3fn, granularity) for granularity in ("tensor", "channel")), 16),
     ("mxfp4_weights_", (mxfp4_format((32, 1)),), 32),
 )
-# Priority of the kernel for more than 8 tokens, below the operator's composition of separate kernels: it has not been measured yet.
-# `Priority.SPECIALIZED` prefers it.
-SPLIT_K_PRIORITY = Priority.COMPOSED - 1
 
 
 def _declare(name: str, weights: tuple[TensorFormat, ...], step: int, head_dim: int, tokens: Constraint, priority: int) -> None:

@@ -38,7 +38,12 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 FEWEST_ROWS, N, PRIORITY = 9, (1024, 8192), Priority.PORTABLE - 3
 
 
-@program(arch=ARCH, configs=every_config)
+def usual_configs() -> list[Config]:
+    """Returns the configurations that calls use which name no kernel: none while other kernels are preferred."""
+    return every_config() if PRIORITY >= Priority.PERFORMANT else []
+
+
+@program(arch=ARCH, configs=every_config, usual=usual_configs)
 def mm_split_k_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.gemm.split_k import kernel_device
 

@@ -35,7 +35,12 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 PRIORITY = Priority.COMPOSED - 1
 
 
-@program(arch=ARCH, configs=every_config)
+def usual_configs() -> list[RouteConfig]:
+    """Returns the configurations that calls use which name no kernel: none while other kernels are preferred."""
+    return every_config() if PRIORITY >= Priority.PERFORMANT else []
+
+
+@program(arch=ARCH, configs=every_config, usual=usual_configs)
 def rmsnorm_moe_topk_program(config: RouteConfig) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.route import kernel_device
 
