@@ -135,11 +135,10 @@ def test_as_many_new_tokens_as_there_are_rows_for(registered: KernelRegistry, he
 
 
 def _ours(explained: Explanation) -> str:
-    """Returns the name of this package's eligible kernel for a call, or an empty string. Selection may prefer a kernel of another
-    package."""
-    names = [v.spec.name for v in explained.verdicts if v.accepted and v.spec.solution == "cutedsl"]
-    assert len(names) <= 1
-    return "".join(names)
+    """Returns the name of this package's preferred eligible kernel for a call, or an empty string. Selection may prefer a kernel of
+    another package."""
+    specs = [v.spec for v in explained.verdicts if v.accepted and v.spec.solution == "cutedsl"]
+    return max(specs, key=lambda spec: spec.priority).name if specs else ""
 
 
 def _gemm(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "sm_90", **options: Any) -> str:
@@ -149,13 +148,15 @@ def _gemm(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "
 
 
 def test_gemms_of_few_rows(registered: KernelRegistry) -> None:
-    """Asserts that calls are eligible with up to 16 rows of multiples of 16 bytes, with any bias, and with float32 results."""
+    """Asserts that calls are eligible with up to 16 rows of multiples of 16 bytes, with any bias, and with float32 results. Calls
+    with up to 64 rows are eligible if the result has the operands' dtype."""
     for m in (1, 8, 16):
         assert _gemm(m, 72) == "cutedsl_mm_bfloat16"
         assert _gemm(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
         assert _gemm(m, 72, bias=torch.zeros(48)) == "cutedsl_mm_bfloat16"
         assert _gemm(m, 72, platform="sm_80") == ""
-    assert _gemm(17, 72) == ""
+    assert _gemm(17, 72) == _gemm(64, 72) == "cutedsl_mm_split_k_narrow_bfloat16"
+    assert _gemm(17, 72, out_dtype=torch.float32) == _gemm(65, 72) == ""
     assert _gemm(1, 76) == ""
     assert _gemm(1, 72, torch.float32) == ""
     assert _gemm(1, 72, out_dtype=torch.float16) == ""

@@ -91,10 +91,10 @@ def run(
         *([0, 0, 0] if scales is None else [memory.put(bytes_of(scales)), *(scales.t().stride() if scales.ndim == 2 else (0, 0))]),
         *([0, 0] if added is None else [memory.put(bytes_of(added)), 2 * hidden]), total if residual else 0, 2 * hidden,
         memory.put(bytes_of(norm)), KINDS[norm_dtype],
-        1e-5, hidden, numbers.row_shift, memory.put(bytes_of(positions)), wide, 1,
+        1e-5, hidden, memory.put(bytes_of(positions)), wide, 1,
         memory.put(bytes_of(table)), head_dim, 1, *(number for cache, at in zip(caches, places, strict=True)
-        for number in (at, *cache.stride())), slots_at, wide, 1, PAGE_SIZE, heads, kv_heads, pairs // numbers.ctas,
-        pairs % numbers.ctas,
+        for number in (at, *cache.stride())), slots_at, wide, 1, PAGE_SIZE, heads, kv_heads,
+        numbers.row_shift, pairs // numbers.ctas, pairs % numbers.ctas,
     ]  # fmt: skip
     launch(text_of(config), arguments, config.gemm.threads + 32, (numbers.ctas,), memory, seed=seed + 1)
     given = {} if slots is None else {"k_cache": caches[0], "v_cache": caches[1], "slot_mapping": slots}

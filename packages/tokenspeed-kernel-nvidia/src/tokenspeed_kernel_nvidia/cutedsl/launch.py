@@ -46,6 +46,18 @@ def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
     return sinks, sinks.data_ptr(), kind
 
 
+def vector_at(x: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """Returns a contiguous, 16-byte aligned copy of a vector, or the vector itself; its address; and its dtype's tag in KINDS. The
+    tensor must live until the launch.
+    """
+    if x is None:
+        return None, 0, 0
+    if x.dtype not in KINDS:
+        x = x.float()
+    x = x if x.stride(0) == 1 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x, x.data_ptr(), KINDS[x.dtype]
+
+
 def scales_at(scale: Tensor | None) -> tuple[Tensor | None, int, int]:
     """Returns the tensor of fp8 scales (keep it alive until the launch), its address, and its stride between KV heads in bytes.
 

@@ -197,6 +197,7 @@ def _() -> list[Case]:
         Case(
             "float32 residual, square root of softplus", _inputs(3, 64, 16, 2, residual_dtype=torch.float32, scoring="sqrtsoftplus")
         ),
+        Case("gpt-oss-120b experts, narrow, 40 tokens", _inputs(40, 264, 128, 4)),
         Case("no tokens", _inputs(0, 64, 8, 2)),
         *(Case(f"gpt-oss-120b decode {m}", _inputs(m, 2880, 128, 4), large=True) for m in (8, 16, 64)),
         Case("gpt-oss-120b prefill 4096", _inputs(4096, 2880, 128, 4), large=True),

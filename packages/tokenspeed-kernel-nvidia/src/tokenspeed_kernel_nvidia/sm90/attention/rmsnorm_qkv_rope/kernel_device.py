@@ -16,16 +16,15 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_half, store_words_shared
-from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, pack, store_floats, store_words, widened
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Pipeline, first_to_fill, first_to_read
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, store_floats, store_words
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import GROUP_PAIRS, SQUARES, QkvConfig
-from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, prefetch_bulk
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, HEAD_BYTES, LOAD_BYTES, PIECE_BYTES, QUAD_BYTES, ROWS, STAGES
+from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.ends_device import Ends, Work, fake_arguments
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, HEAD_BYTES, LOAD_BYTES, QUAD_BYTES, ROWS, STAGES
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.formats_device import COMPUTING
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.kernel_device import Mm
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
@@ -37,9 +36,9 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
     load_byte_if,
     load_float_if,
     load_words_if,
-    type_of,
     write_byte,
 )
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.prefetch_device import prefetch_rows
 
 _READY = 1  # named barrier of all threads: mbarriers are initialised and tokens are in shared memory
 _MADE = 3  # named barrier of the producer warp and warp 0: mbarriers are initialised
@@ -47,107 +46,29 @@ _AT_ONCE = 4  # number of 16-byte chunks of a token that a thread loads at once
 _SCALES_AT_ONCE = 8  # number of scales of mxfp4 weights that a thread loads at once
 
 
+__all__ = ["fake_arguments", "host"]
+
+
 def host(config: QkvConfig) -> Any:
     """Returns the host function that launches the kernel of a configuration."""
     return Qkv(config)
 
 
-def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
-    """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
-    dtype = type_of(config.dtype)
-    stored = dtype if config.weights == "dense" else cutlass.Uint8
-    tokens, hidden, columns = (arguments.size() for _ in range(3))
-    depth = arguments.size() if config.weights == "mxfp4" else hidden
-    tensors = (
-        make_fake_tensor(dtype, (tokens, hidden), (cute.sym_int64(divisibility=8), 1), assumed_align=16),
-        make_fake_tensor(stored, (depth, columns), (1, cute.sym_int64(divisibility=128 // stored.width)), assumed_align=16),
-        make_fake_tensor(dtype, (tokens, columns), (cute.sym_int64(), 1), assumed_align=2),
-    )
-    residual = Int64(0), Int64(0), Int64(0)
-    vectors = Int64(0), Int32(0), Int64(0), Int32(0), Int64(0), Int32(0), Int32(0)
-    turn = *(Int64(0), Int32(0), Int32(0)), Int64(0), Int64(0)
-    caches = *(Int64(0) for _ in range(10)), Int64(0), Int32(0), Int32(0), Int32(0)
-    sizes = *(Int32(0) for _ in range(2)), Float32(0), *(Int32(0) for _ in range(8))
-    return (*tensors, *residual, *vectors, *turn, *caches, *sizes, arguments.stream())
-
-
 @dataclass(frozen=True)
-class Indices:
-    """A vector of integers in global memory: its address, 1 if its elements have 64 bits (otherwise 0), and its stride in
-    elements."""
-
-    address: Int64
-    wide: Int32
-    step: Int32
-
-    def load(self, index: Int32, condition: Boolean) -> Any:
-        """Loads element ``index`` as int64, or returns 0 if ``condition`` is false."""
-        size = cutlass.select_(self.wide != 0, Int32(8), Int32(4))
-        return cute.arch.inline_ptx(
-            "{ .reg .pred p, q; .reg .b32 t; setp.eq.s32 p, {$r1}, 1; setp.eq.s32 q, {$r1}, 0; mov.b64 {$w0}, 0; "
-            "@p ld.global.b64 {$w0}, [{$r0}]; @q ld.global.b32 t, [{$r0}]; @q cvt.s64.s32 {$w0}, t; }",
-            write_only_types=[Int64],
-            read_only_args=[
-                self.address + Int64(index) * Int64(self.step * size),
-                cutlass.select_(condition, self.wide, Int32(2)),
-            ],
-        )
-
-
-@dataclass(frozen=True)
-class Cache:
-    """A K or V cache: its global address, and its strides between pages, slots, heads and elements of a head (``number``), in
-    elements."""
-
-    address: Int64
-    page: Int64
-    slot: Int64
-    head: Int64
-    number: Int64
-
-    @cute.jit
-    def at(self, page: Int32, slot: Int32, head: Int32, number: Int32):
-        """Returns the global address of an element of the cache."""
-        return self.address + (page * self.page + slot * self.slot + head * self.head + number * self.number) * 2
-
-
-@dataclass(frozen=True)
-class Work:
-    """Parameters of prologue and epilogue, which the GEMM of `mm.kernel_device` does not have.
+class PairWork(Work):
+    """The parameters of prologue and epilogue, and a CTA's share.
 
     Attributes:
-        residual, total: the rows of the residual, and of the output for token plus residual; address 0 without a residual.
-        norm: the RMSNorm's weights.
-        eps: the RMSNorm's epsilon, added to the mean square.
-        hidden: elements of a token.
         row_shift: log2 of the number of warps that read one token together.
-        positions, slots: positions and cache slots of the tokens. The address of ``slots`` is 0 if no cache is written.
-        table: cos_sin_cache, the cosines and sines of each position.
-        k, v: the caches.
-        page_size: slots per page of the caches.
-        heads, kv_heads: numbers of query heads and of KV heads.
         pairs, first_pair: the number of pairs of weight rows that this CTA computes, and the first of them.
     """
 
-    residual: Matrix
-    total: Matrix
-    norm: Vector
-    eps: Float32
-    hidden: Int32
     row_shift: Int32
-    positions: Indices
-    table: Table
-    k: Cache
-    v: Cache
-    slots: Indices
-    page_size: Int32
-    heads: Int32
-    kv_heads: Int32
     pairs: Int32
     first_pair: Int32
 
 
-class Qkv(Mm):
+class Qkv(Ends, Mm):
     """The kernel of one configuration. A CTA has the warps of `mm.kernel_device`: one producer warp and ``config.warps`` consumer
     warps.
     """
@@ -159,67 +80,27 @@ class Qkv(Mm):
         self.row_bytes = config.row_bytes
 
     @cute.jit
-    def __call__(
+    def start(
         self,
         x: cute.Tensor,
         weights: cute.Tensor,
-        out: cute.Tensor,
-        residual: Int64,
-        residual_pitch: Int64,
-        total: Int64,
-        norm: Int64,
-        norm_kind: Int32,
-        bias: Int64,
-        bias_kind: Int32,
-        scale: Int64,
-        scale_row: Int32,
-        scale_column: Int32,
-        positions: Int64,
-        positions_wide: Int32,
-        positions_step: Int32,
-        table: Int64,
-        table_row: Int64,
-        k_cache: Int64,
-        k_page: Int64,
-        k_slot: Int64,
-        k_head: Int64,
-        k_number: Int64,
-        v_cache: Int64,
-        v_page: Int64,
-        v_slot: Int64,
-        v_head: Int64,
-        v_number: Int64,
-        slots: Int64,
-        slots_wide: Int32,
-        slots_step: Int32,
-        page_size: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        eps: Float32,
+        out: Table,
+        bias: Vector,
+        scale: Table,
+        work: Work,
         ctas: Int32,
-        row_shift: Int32,
-        chunk_bytes: Int32,
-        stages: Int32,
-        scales_at: Int32,
-        activations_at: Int32,
-        ring_at: Int32,
-        shared_bytes: Int32,
+        sizes: Any,
         stream: cuda.CUstream,
     ):
+        """Launches the kernel. ``sizes``: the fields of `LaunchParameters` after the number of CTAs."""
         config = self.config
-        hidden, pairs = x.shape[1], out.shape[1] // 2
+        row_shift, chunk_bytes, stages, scales_at, activations_at, ring_at, shared_bytes = sizes
+        pairs = weights.shape[1] // 2
         per_cta = pairs // ctas
-        work = Work(
-            Matrix(residual, residual_pitch * 2), Matrix(total, Int64(hidden) * 2), Vector(norm, norm_kind), eps, hidden, row_shift,
-            Indices(positions, positions_wide, positions_step), Table(table, table_row, Int64(1)),
-            Cache(k_cache, k_page, k_slot, k_head, k_number), Cache(v_cache, v_page, v_slot, v_head, v_number),
-            Indices(slots, slots_wide, slots_step), page_size, heads, kv_heads, per_cta, pairs - per_cta * ctas,
-        )  # fmt: skip
         self.qkv_kernel(
             Matrix(weights.iterator.toint(), weights.stride[1] * (weights.element_type.width // 8)), stages, ring_at,
             Matrix(x.iterator.toint(), x.stride[0] * 2),
-            x.shape[0], chunk_bytes, scales_at, activations_at, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
-            Vector(bias, bias_kind), Table(scale, Int64(scale_row), Int64(scale_column)), work,
+            x.shape[0], chunk_bytes, scales_at, activations_at, out, bias, scale, work, row_shift, per_cta, pairs - per_cta * ctas,
         ).launch(
             grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), smem=shared_bytes, stream=stream, use_pdl=True,
             min_blocks_per_mp=config.ctas_at_once, preferred_smem_carveout=100,
@@ -240,20 +121,17 @@ class Qkv(Mm):
         bias: Vector,
         scale: Table,
         given: Work,
+        row_shift: Int32,
+        pairs: Int32,
+        more: Int32,
     ):
-        """Runs the kernel. In ``given``, ``pairs`` is the least number of pairs per CTA, and ``first_pair`` the number of CTAs with
-        one pair more."""
+        """Runs the kernel. ``pairs`` is the least number of pairs per CTA, and ``more`` the number of CTAs with one pair more."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
-        more = given.first_pair
-        work = Work(
-            given.residual, given.total, given.norm, given.eps, given.hidden, given.row_shift, given.positions,
-            given.table,
-            given.k, given.v, given.slots, given.page_size, given.heads, given.kv_heads,
-            given.pairs + cutlass.select_(cta < more, Int32(1), Int32(0)), cta * given.pairs + cutlass.min(cta, more),
-        )  # fmt: skip
+        own, first = pairs + cutlass.select_(cta < more, Int32(1), Int32(0)), cta * pairs + cutlass.min(cta, more)
+        work = PairWork(**vars(given), row_shift=row_shift, pairs=own, first_pair=first)
         barriers = cute.arch.get_dyn_smem(Int64, alignment=128)
         base = barriers.toint()
         none = Table(Int64(0), Int64(0), Int64(0))
@@ -289,36 +167,21 @@ class Qkv(Mm):
     # -- weights -------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def row_of_pair(self, work: Work, row: Int32):
+    def row_of_pair(self, work: PairWork, row: Int32):
         """Returns the output column of row ``row`` of a CTA's weights. RoPE rotates rows 2 j and 2 j + 1 together."""
         pair = work.first_pair + row // 2
         return pair // self.half * self.head_dim + pair % self.half + row % 2 * self.half
 
-    @cute.jit
-    def prefetch_pairs(self, call: Call, work: Work):
-        """Prefetches the CTA's weights into L2, row by row, until the preceding kernel has ended (PDL). See `Mm.prefetch`."""
+    def prefetch_pairs(self, call: Call, work: PairWork) -> None:
+        """Prefetches the CTA's weights into L2 until the preceding kernel has ended (PDL)."""
         config = self.config
-        ended = Barriers(call.ended)
-        begin = Cursor(Int32(0), Int32(0))
-        row, done, left = Int32(0), Int32(0), Int32(config.prefetched)
-        due = Int32(cute.arch.clock())
-        over = ended.poll(begin)
-        while (row < call.rows) & (left > 0) & (not over):
-            size = cutlass.min(call.row_bytes - done, PIECE_BYTES)
-            with cute.arch.elect_one():
-                prefetch_bulk(call.weights.row(self.row_of_pair(work, row)) + Int64(done), size)
-            due += size * config.pace // 1024
-            left -= size
-            done += size
-            if done >= call.row_bytes:
-                row += 1
-                done = Int32(0)
-            over = ended.poll(begin)
-            while (Int32(cute.arch.clock()) - due < 0) & (not over):
-                over = ended.poll(begin)
+        prefetch_rows(
+            call.ended, lambda row: call.weights.row(self.row_of_pair(work, row)), call.rows, call.row_bytes, config.prefetched,
+            config.pace,
+        )  # fmt: skip
 
     @cute.jit
-    def load_pairs(self, call: Call, work: Work):
+    def load_pairs(self, call: Call, work: PairWork):
         """Loads the CTA's weights into the ring."""
         config = self.config
         at = first_to_fill()
@@ -342,7 +205,7 @@ class Qkv(Mm):
     # -- tokens --------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def keep_tokens(self, call: Call, work: Work, warp: Int32):
+    def keep_tokens(self, call: Call, work: PairWork, warp: Int32):
         """Prologue: stores tokens plus residual, times the norm's weights, as MMA operands in shared memory.
 
         The rows in shared memory are padded with zeros. The tokens' sums of squares go to shared memory too. CTA i also writes
@@ -364,29 +227,13 @@ class Qkv(Mm):
                 # Issue all loads before the first use.
                 for turn in cutlass.range_constexpr(_AT_ONCE):
                     chunk, live = begin + turn * step, lives[turn]
-                    at = Int64(chunk * LOAD_BYTES)
-                    size = cutlass.select_(work.norm.kind == 1, Int32(4), Int32(2))
-                    norm_at = work.norm.address + Int64(chunk * (LOAD_BYTES // 2) * size)
-                    sources = (
-                        (call.a.row(token) + at, live),
-                        (work.residual.row(token) + at, live & (work.residual.address != 0)),
-                        (norm_at, live),
-                        (norm_at + LOAD_BYTES, live & (work.norm.kind == 1)),
-                    )
-                    for which, (from_, wanted) in enumerate(sources):
+                    for which, (from_, wanted) in enumerate(self.sources_of(call.a, work, token, chunk, live)):
                         for word, loaded in enumerate(load_words_if(from_, wanted)):
                             raw[which, turn, word] = loaded
                 for turn in cutlass.range_constexpr(_AT_ONCE):
                     chunk, live = begin + turn * step, lives[turn]
                     scales = self.norm_weights(work, [raw[2 + word // 4, turn, word % 4] for word in range(8)])
-                    scaled, sums = [], []
-                    for word in cutlass.range_constexpr(4):
-                        pair, other = widened(self.dtype, raw[0, turn, word]), widened(self.dtype, raw[1, turn, word])
-                        total = pack(self.dtype, pair[0] + other[0], pair[1] + other[1])
-                        pair = widened(self.dtype, total)
-                        square += pair[0] * pair[0] + pair[1] * pair[1]
-                        scaled.append(pack(self.dtype, pair[0] * scales[2 * word], pair[1] * scales[2 * word + 1]))
-                        sums.append(total)
+                    scaled, sums, square = self.scaled_chunk(raw[None, turn, None], scales, square)
                     if chunk < chunks:
                         row = chunk % planes * call.m + token
                         column = chunk // planes * LOAD_BYTES
@@ -401,7 +248,7 @@ class Qkv(Mm):
             store_floats("shared", call.at.gathered + warp * 4, [square])
 
     @cute.jit
-    def keep_pair_scales(self, call: Call, work: Work, begin: Int32):
+    def keep_pair_scales(self, call: Call, work: PairWork, begin: Int32):
         """Stores the e8m0 scales of a group of rows of weights in shared memory. ``begin``: the group's first row in this CTA."""
         thread, _, _ = cute.arch.thread_idx()
         vectors = call.at.chunk_bytes // LOAD_BYTES
@@ -420,25 +267,10 @@ class Qkv(Mm):
                 if each < count:
                     write_byte(call.at.scales + each, found[turn])
 
-    def norm_weights(self, work: Work, words: list[Any]) -> list[Any]:
-        """Converts eight of the norm's weights to float32. ``words``: eight loaded words; 16-bit weights are in the first four."""
-        half = [each for word in words[:4] for each in widened(cutlass.Float16, word)]
-        brain = [each for word in words[:4] for each in widened(cutlass.BFloat16, word)]
-        return [
-            cutlass.select_(
-                work.norm.kind == 1, self.as_number(words[at]), cutlass.select_(work.norm.kind == 2, brain[at], half[at])
-            )
-            for at in range(8)
-        ]
-
-    def as_number(self, word: Uint32) -> Float32:
-        """Returns the float32 whose bit pattern is ``word``."""
-        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
-
     # -- mainloop ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def compute_pairs(self, call: Call, work: Work, warp: Int32):
+    def compute_pairs(self, call: Call, work: PairWork, warp: Int32):
         """Runs a consumer warp: the prologue, then MMAs and epilogue of one group of weight rows after another."""
         config = self.config
         lane = cute.arch.lane_idx()
@@ -499,51 +331,9 @@ class Qkv(Mm):
                     some = load_floats("shared", call.at.sums + ((each * call.m + token) * GROUP + thread % GROUP_PAIRS * 2) * 4, 2)
                     pair = [pair[half] + some[half] for half in range(2)]
                 pair = [pair[half] * factors[half] + call.bias.number(stored[half]) for half in range(2)]
-                self.rotate(call, work, token, first, pair, cosine, sine, slot)
+                self.rotate(call.out, work, token, first, pair, cosine, sine, slot)
             if begin + GROUP < call.rows:  # the next group's partial sums and scales reuse the buffers
                 cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
                 if const_expr(self.config.scales == "mx"):
                     self.keep_pair_scales(call, work, begin + GROUP)
                     cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
-
-    # -- epilogue ------------------------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def rotate(
-        self,
-        call: Call,
-        work: Work,
-        token: Int32,
-        first: Int32,
-        pair: Any,
-        cosine: Float32,
-        sine: Float32,
-        slot: Int64,
-    ):
-        """Rounds a pair of GEMM results of a token, applies RoPE if the pair belongs to q or k, and writes the pair to the output
-        and to the cache.
-
-        Args:
-            first: output column of the pair's first element.
-            pair, cosine, sine: the GEMM results, and the rotation.
-            slot: the token's cache slot; negative to write no cache.
-        """
-        head, number = first // self.head_dim, first % self.head_dim
-        both = pack(self.dtype, pair[0], pair[1])
-        if head < work.heads + work.kv_heads:
-            a, b = widened(self.dtype, both)
-            both = pack(self.dtype, a * cosine - b * sine, b * cosine + a * sine)
-        to = call.out.at(token, first, 2)
-        store_half(to, both)
-        store_half(to + 2 * self.half, both >> 16)
-        if (slot >= 0) & (head >= work.heads):
-            slot_index = Int32(slot)
-            page = Int32(Uint32(slot_index) // Uint32(work.page_size))
-            in_page = slot_index - page * work.page_size
-            key = work.k.at(page, in_page, head - work.heads, number)
-            value = work.v.at(page, in_page, head - work.heads - work.kv_heads, number)
-            keys = head < work.heads + work.kv_heads
-            to = cutlass.select_(keys, key, value)
-            step = cutlass.select_(keys, work.k.number, work.v.number) * (2 * self.half)
-            store_half(to, both)
-            store_half(to + step, both >> 16)

@@ -32,13 +32,12 @@ from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, store_floats
-from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, of_rank, prefetch_bulk, send_word
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, of_rank, send_word
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
     BLOCK,
     GROUP,
     HEAD_BYTES,
     LOAD_BYTES,
-    PIECE_BYTES,
     QUAD_BYTES,
     ROWS,
     STAGES,
@@ -55,6 +54,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
     store_number,
     type_of,
 )
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.prefetch_device import prefetch_rows
 
 _READY = 1  # named barrier of all threads: mbarriers are initialised
 _MADE = 3  # named barrier of the producer warp and warp 0: mbarriers are initialised
@@ -238,32 +238,13 @@ class Mm(Formats):
             phase ^= 1
         return Cursor(stage, phase)
 
-    @cute.jit
-    def prefetch(self, call: Call):
-        """Prefetches this CTA's weights into L2, `PIECE_BYTES` at a time, until the preceding kernel has ended (PDL).
-
-        The preceding kernel may still be writing the weights. Later loads see the kernel's writes, because the prefetch goes only
-        to L2, which is coherent.
-        """
+    def prefetch(self, call: Call) -> None:
+        """Prefetches this CTA's weights into L2 until the preceding kernel has ended (PDL)."""
         config = self.config
-        ended = Barriers(call.ended)
-        begin = Cursor(Int32(0), Int32(0))
-        row, done, left = Int32(0), Int32(0), Int32(config.prefetched)
-        due = Int32(cute.arch.clock())
-        over = ended.poll(begin)
-        while (row < call.rows) & (left > 0) & (not over):
-            size = cutlass.min(call.row_bytes - done, PIECE_BYTES)
-            with cute.arch.elect_one():
-                prefetch_bulk(call.weights.row(call.first + row) + Int64(call.begin + done), size)
-            due += size * config.pace // 1024
-            left -= size
-            done += size
-            if done >= call.row_bytes:
-                row += 1
-                done = Int32(0)
-            over = ended.poll(begin)
-            while (Int32(cute.arch.clock()) - due < 0) & (not over):
-                over = ended.poll(begin)
+        prefetch_rows(
+            call.ended, lambda row: call.weights.row(call.first + row) + call.begin, call.rows, call.row_bytes, config.prefetched,
+            config.pace,
+        )  # fmt: skip
 
     @cute.jit
     def produce(self, call: Call):
