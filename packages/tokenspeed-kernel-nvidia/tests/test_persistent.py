@@ -181,7 +181,7 @@ def hopper() -> Any:
         ((1, 2, 64, 96, 8, 2, 1, 2, 300), 5, 8),
         ((3, 2, 96, 64, 8, 4, 1, 3, 400), 7, 8),
         ((1, 2, 320, 320, 8, 2, 1, 2, 40), 7, 6),  # panels of two slabs, some of which are split
-        pytest.param((1, 1, 1600, 96, 4, 2, 1, 2, 20), 4, 50, marks=pytest.mark.slow),  # parts of several slabs for each warpgroup
+        pytest.param((1, 1, 1536, 128, 4, 2, 1, 2, 20), 5, 40, marks=pytest.mark.slow),  # parts of several slabs for each warpgroup
         pytest.param((2, 2, 192, 64, 16, 4, 2, 8, 100), 33, 5, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -496,6 +496,7 @@ def _check(plan: MoEPlan, layers: int, tokens: int, heads: int, kv_heads: int, c
         "rows of qkv on a CTA": (-(-qkv_rows // ctas), config.rows_of_cta),
         "tokens * rows of qkv on a CTA": (tokens * -(-qkv_rows // ctas), 32 * MMA_WARPS),
         "rows of the projection on a CTA": (-(-hidden // ctas), config.rows_of_cta),
+        "tokens * rows of the projection on a CTA": (tokens * -(-hidden // ctas), 32 * MMA_WARPS),
         "experts of a CTA": (-(-experts // ctas), config.rows_of_cta),
         "bytes of the router on a CTA": (-(-experts // ctas) * hidden * 2, ROUTER_BYTES),
     }
