@@ -106,19 +106,15 @@ class Consumers(ExactDotProducts):
             call.pipe.wait(at)
             item = call.items[at.stage]
             kind = kind_of(item)
-            if kind == COMBINE:
+            if kind == COMBINE or is_ahead(item):
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
-                self.combine(call, warp)
-            elif is_ahead(item):
-                if const_expr(not self.splits):
-                    self.release(call, at)
-                if kind == W2:
-                    self.meet(call, warp, call.counter(READY + index_of(item)), call.layer.w13_items * FINISHERS)
-                self.prepare_rows(call, item, factors)
-                if const_expr(self.splits):  # see `hold`
-                    self.release(call, at)
-                at = skip(at, GROUPS, self.stages)
+                if kind == COMBINE:
+                    self.combine(call, warp)
+                else:
+                    if kind == W2:
+                        self.meet(call, warp, call.counter(READY + index_of(item)), call.layer.w13_items * FINISHERS)
+                    self.prepare_rows(call, item, factors)
             else:
                 at = self.multiply(call, warp, group, at, to, item, factors)
                 to = advance(to, BUFFERS)
