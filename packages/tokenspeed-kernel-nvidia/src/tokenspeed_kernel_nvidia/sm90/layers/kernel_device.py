@@ -77,7 +77,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, FINISHERS, 
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import COMBINE, DONE, END, ENTRIES, W2, W13, Layer, item_code
 
-
 _NANS = 0x7FFF7FFF  # two bfloat16 NaNs
 
 
@@ -112,9 +111,9 @@ class Persistent(Route):
       with the next layer's weights of qkv;
     * warps 13-14 run `stream`'s epilogue.
 
-    Shared memory holds the ring buffer (18 stages for one token), the rows of the router, and the tokens. Weights of
-    the experts cannot be loaded before the experts are known. The number of copies in flight is limited, because loads that other
-    warps wait for queue behind them.
+    Shared memory holds the ring buffer (18 stages for one token), the rows of the router, and the tokens. The experts' weights
+    cannot be loaded before the experts are known. The number of copies in flight is limited, because loads that other warps wait
+    for queue behind them.
     """
 
     @cute.jit
