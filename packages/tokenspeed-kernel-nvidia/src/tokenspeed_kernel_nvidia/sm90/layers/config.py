@@ -17,6 +17,7 @@ KV_HEADS = 8  # maximum number of key heads
 LEAST_CTAS = 128  # with so many CTAs, each CTA has at most 40 rows of qkv, and one row of the router
 SPLITS = 16  # maximum number of CTAs that share the keys of a token and a key head
 KEYS = 16  # keys of an attention tile, which one warp computes: the MMA's k. Pages hold a multiple of this number.
+PREFERRED = 2  # up to this number of tokens, the kernel is faster than separate kernels
 TOKENS = (1, 2, 4, 8)  # numbers of tokens for which kernels are compiled
 EXPERTS = 128  # maximum number of experts: four logits for each lane of a warp
 PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
@@ -180,5 +181,5 @@ def every_config() -> list[Config]:
 
 
 def usual_configs() -> list[Config]:
-    """Returns the configurations that calls use without naming a kernel: only one token is faster than with separate kernels."""
-    return [served_config(1)]
+    """Returns the configurations that calls use without naming a kernel."""
+    return [served_config(tokens) for tokens in TOKENS if tokens <= PREFERRED]
