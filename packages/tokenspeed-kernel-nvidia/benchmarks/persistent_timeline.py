@@ -15,8 +15,8 @@ two and four tokens. The versions of the kernel, for one token:
 * 46.3: no spilled registers, less code;
 * 45.6: panels of the experts split between CTAs (stream-K), and one copy instead of eight for each stage of dense weights. Each
   step became shorter, but loads that other warps wait for became longer by as much: the copies had been slow enough before;
-* 43.5: at most 4 to 6 stages of a CTA in flight. Bulk copies of all 18 stages are a queue of 4 us in front of every other load, also
-  of loads that hit L2. Keys and values are prefetched into L2 before the weights of their layer;
+* 43.5: at most 4 to 6 stages of a CTA in flight. Bulk copies of all 18 stages are a queue of 4 us in front of every other load,
+  also of loads that hit L2. Keys and values are prefetched into L2 before the weights of their layer;
 * 40.3: no fences. A fence waits for all stores, which takes up to 3 us while weights are loaded. Counters are now hints, and only
   the tags of the words say that data are there. Activations and the experts' results have tags, too;
 * 39.7: stages of 9 KB, of which five hold eight rows of qkv; the token's row is split for the experts while the logits travel.

@@ -30,9 +30,10 @@ WIDTH_PITCH = 2 * WIDTH + 64
 ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 features takes 5760
 MOST_LAYERS = 48  # of a launch
 OTHER_BYTES = 10 * 1024  # the table of layers, barriers, lists and other small arrays
-# Indices of a layer's counters. This kernel also uses counters of `stream`: DONE, at index 1, and READY, from index COUNTERS on.
+# Indices of a layer's counters.
 OUT, LOGITS, TOTALS = 0, 2, 3
 QKV, PARTIALS, ATTENDED = range(COUNTERS + PAIRS, COUNTERS + PAIRS + 3)
+ACTIVATED = COUNTERS  # the counter of the first entry, one for each entry
 LAYER_COUNTERS = COUNTERS + PAIRS + 4  # even, because the 64-bit words of a trace follow
 # Indices of words before the layers' counters: the number of CTAs that have finished, the tag of the last launch's last layer, and
 # the error flag.
@@ -41,7 +42,7 @@ HEAD_WORDS = 32
 # The exchanges of rows between CTAs. An exchange uses a counter in global memory, and readers wait until all CTAs have counted up.
 # Or readers poll the words themselves: each 32-bit word holds a bfloat16 and the layer's tag. This saves a fence, an atomic and a
 # load, but readers that poll delay the writers.
-EXCHANGES = (OUT, QKV, PARTIALS, ATTENDED, TOTALS, LOGITS)
+EXCHANGES = (OUT, QKV, PARTIALS, ATTENDED, TOTALS, LOGITS, ACTIVATED)
 # Bytes of shared memory in which attention has the query heads of a token, the new key and value, and the warps' partial results.
 Q_PITCH = 2 * HEAD_DIM + 16
 WARP_BYTES = 4 * GROUP_HEADS * (HEAD_DIM + 2)  # of a warp: sums of values, then each head's maximum and sum
@@ -157,7 +158,7 @@ def config_of(
     if counted is None:
         # On an H200, microseconds of a layer with words of qkv / of qkv and of attention / with counters only: for one token 39.7,
         # 40.0 and 39.9, for two 54.2, 55.1 and 54.0.
-        counted = tuple(each for each in EXCHANGES if each != QKV)
+        counted = tuple(each for each in EXCHANGES if each not in (QKV, ACTIVATED))
     if in_flight is None:
         # Measured likewise: without a limit, a layer takes 5 us more.
         in_flight = (4, 4, 7, 4) if room == 1 else (4, 3, 9, 4)

@@ -75,7 +75,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, FINISHERS, GROUPS, LOAD_WARP, MMA_WARPS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
-from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import COMBINE, DONE, END, ENTRIES, W2, W13, Layer, item_code
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import COMBINE, END, ENTRIES, W2, W13, Layer, item_code
 
 _NANS = 0x7FFF7FFF  # two bfloat16 NaNs
 
@@ -363,20 +363,9 @@ class Persistent(Route):
 
     @cute.jit
     def combine(self, call: LayerCall, warp: Int32):
-        """Waits until w2 is done, and stores this CTA's part of the output: the sum over slots, plus ``totals``, the residual
-        stream before the experts.
-
-        All MMA warps call this method.
-        """
+        """Stores this CTA's part of the output, also as words: the sum over slots, plus ``totals``, the residual stream before the
+        experts. If one of the CTA's waits has given up, the output is NaN. All MMA warps call this method."""
         layer = call.layer
-        self.meet(call, warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
-        self.store_output(call)
-
-    @cute.jit
-    def store_output(self, call: LayerCall):
-        """Stores this CTA's part of the output, also as words. If one of its waits has given up, the output is NaN."""
-        layer = call.layer
-        gave_up = call.kept[GIVEN_UP] != 0
         thread = self.thread()
         width = layer.hidden // 4
         quad, end = call.kept[FIRST_QUAD] + thread, call.kept[END_QUAD]
@@ -386,6 +375,7 @@ class Persistent(Route):
             column = (quad - token * width) * 4
             before = load_tagged(call.given.totals + Int64(quad) * 16)
             expert = self.sum_of_slots(call, token, column)
+            gave_up = call.kept[GIVEN_UP] != 0
             words = []
             for half in cutlass.range_constexpr(2):
                 # Round like the operator's result, then add the residual stream.
