@@ -40,8 +40,8 @@ def varied(name: str, **changes: Any) -> Case:
 # -- selection -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "kernel"), [("one token", ONE), ("3 tokens", COMPOSED), ("8 tokens", COMPOSED)])
-def test_one_token_is_served_others_by_name(registered: KernelRegistry, case: str, kernel: str) -> None:
+@pytest.mark.parametrize(("case", "kernel"), [("one token", ONE), ("3 tokens", ONE), ("8 tokens", COMPOSED)])
+def test_few_tokens_are_served_others_by_name(registered: KernelRegistry, case: str, kernel: str) -> None:
     with use_platform(named_platform("sm_90")):
         arguments = prepared(CASES[NARROW + case])
         assert decoder_layers.explain(**arguments).chosen.name == kernel
@@ -153,10 +153,10 @@ def test_calls_one_after_another(hopper: Any) -> None:
     """Calls for other numbers of tokens, other weights and other caches in between do not change results."""
     with hopper(seed=1):
         calls = [prepared(CASES[NARROW + "one token"]), prepared(CASES["one layer, narrow, pages of 64"])]
-        few = prepared(varied(NARROW + "3 tokens", kv_lens=[33, 1]), kernel=FEW)
+        few = prepared(varied(NARROW + "3 tokens", kv_lens=[33, 1]))
         assert decoder_layers.explain(**calls[0]).chosen.name == ONE
         first = [run(call) for call in calls]
-        assert same(run(few, FEW), run(few, FEW))
+        assert same(run(few), run(few))
         again = [run(call) for call in calls]
     assert all(same(one, other) for one, other in zip(first, again, strict=True))
 
@@ -184,8 +184,8 @@ def test_results_in_place_and_other_layouts(hopper: Any) -> None:
 def test_rows_that_pad_the_batch(hopper: Any) -> None:
     """A row without a token or with a negative slot writes nothing, and does not change the other rows' results."""
     with hopper(seed=1):
-        call = prepared(varied(NARROW + "3 tokens", kv_lens=[33, 5]), kernel=FEW)
-        wanted = run(call, FEW)
+        call = prepared(varied(NARROW + "3 tokens", kv_lens=[33, 5]))
+        wanted = run(call)
         lengths, slots = call["cache_seqlens"].clone(), call["slot_mapping"].clone()
         lengths[1], slots[1] = 0, -1
         with KernelRegistry.get().transaction():
@@ -222,13 +222,13 @@ LARGE = "gpt-oss-120b, 4 layers, decode {} x 1024"
 
 def close(got: Tensor, wanted: Tensor) -> None:
     error = (got.double() - wanted.double()).norm() / wanted.double().norm()
-    assert error < 0.02, float(error)
+    assert error < 0.0228, float(error)  # the operator's tolerance for four layers
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 def test_like_the_separate_kernels(sm90: torch.device, tokens: int) -> None:
     pytest.importorskip("tokenspeed_kernel")
-    kernel = ONE if tokens <= 2 else FEW
+    kernel = ONE if tokens <= 4 else FEW
     call = prepared(CASES[LARGE.format(tokens)], sm90, kernel)
     got, wanted = run(call, kernel), run(call, COMPOSED)
     close(got[0], wanted[0])

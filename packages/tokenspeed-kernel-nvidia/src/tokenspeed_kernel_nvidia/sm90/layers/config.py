@@ -17,7 +17,7 @@ KV_HEADS = 8  # maximum number of key heads
 LEAST_CTAS = 128  # with so many CTAs, each CTA has at most 40 rows of qkv, and one row of the router
 SPLITS = 16  # maximum number of CTAs that share the keys of a token and a key head
 KEYS = 16  # keys of an attention tile, which one warp computes: the MMA's k. Pages hold a multiple of this number.
-PREFERRED = 2  # up to this number of tokens, the kernel is faster than separate kernels
+PREFERRED = 4  # up to this number of tokens, the kernel is faster than separate kernels
 TOKENS = (1, 2, 4, 8)  # numbers of tokens for which kernels are compiled
 EXPERTS = 128  # maximum number of experts: four logits for each lane of a warp
 PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
@@ -83,6 +83,7 @@ class Config(StreamConfig):
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
         in_flight: the number of stages whose copies may be in flight: of qkv, of the projection, of w13 and of w2. With more, loads
             that other warps wait for take longer.
+        begun_in_flight: the same for dense weights that do not fit into the ring buffer, which are loaded while MMA warps compute.
         trace: whether the kernel stores the times of `EVENTS`.
         tiles_of_cta: the maximum number of tiles of dense weights per CTA.
     """
@@ -92,6 +93,7 @@ class Config(StreamConfig):
     most_stages: int = STAGES
     cooperative: bool = False
     in_flight: tuple[int, int, int, int] = (STAGES,) * 4
+    begun_in_flight: int = STAGES
     trace: bool = False
     tiles_of_cta: int = TILES
 
@@ -150,21 +152,22 @@ def config_of(
     cooperative: bool = False,
     most: int = STAGES,
     in_flight: tuple[int, int, int, int] | None = None,
+    begun_in_flight: int = 9,
     trace: bool = False,
     tiles: int = TILES,
 ) -> Config:
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
     room = next(room for room in TOKENS if room >= tokens)
     if counted is None:
-        # On an H200, microseconds of a layer with words of qkv / of qkv and of attention / with counters only: for one token 39.7,
-        # 40.0 and 39.9, for two 54.2, 55.1 and 54.0.
+        # On an H200, microseconds of a layer of one, two and four tokens: 38.9, 52.1 and 79.8; with a counter for activations, too,
+        # 38.8, 52.8 and 80.6; with words of attention, too, 39.1, 52.7 and 79.9.
         counted = tuple(each for each in EXCHANGES if each not in (QKV, ACTIVATED))
     if in_flight is None:
         # Measured likewise: without a limit, a layer takes 5 us more.
-        in_flight = (4, 4, 7, 4) if room == 1 else (4, 3, 9, 4)
+        in_flight = (4, 4, 7, 2) if room == 1 else (4, 3, 9, 4)
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
-        in_flight=in_flight, trace=trace, tiles_of_cta=tiles,
+        in_flight=in_flight, begun_in_flight=begun_in_flight, trace=trace, tiles_of_cta=tiles,
     )  # fmt: skip
 
 

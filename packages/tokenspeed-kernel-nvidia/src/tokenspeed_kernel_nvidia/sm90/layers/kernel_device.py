@@ -318,7 +318,12 @@ class Persistent(Route):
             count = cutlass.min(row_count - tile, TILE)
             for part in cutlass.range(0, row_bytes, part_bytes, unroll=1):
                 size = cutlass.min(row_bytes - part, part_bytes)
-                self.acquire_below(call, at, self.config.in_flight[0 if column == QKV_WEIGHT else 1])
+                # Once the MMA warps have begun, no other loads are waited for.
+                most = self.config.in_flight[0 if column == QKV_WEIGHT else 1]
+                if stages < self.stages:
+                    self.acquire_below(call, at, most)
+                else:
+                    self.acquire_below(call, at, self.config.begun_in_flight)
                 if cute.arch.lane_idx() == 0:
                     call.pipe.commit(at, count * size)
                     to, source = call.ring + at.stage * self.config.stage_bytes, first + (tile * row_bytes + part * count)

@@ -15,8 +15,8 @@ launch of this kernel. It never holds some SMs while it waits for others.
 
 Rounding is as in `rmsnorm`, `mm`, `apply_rope`, `rmsnorm_moe_topk` and `moe_apply`. Results have the same bits in every run.
 
-With one or two tokens the kernel is faster than separate kernels, and preferred to them. With more tokens it is not faster, and
-selected only if it is preferred by name. Microseconds of a layer of GPT-OSS-120B on an H200: see `benchmarks/h200_persistent.json`.
+With up to four tokens the kernel is faster than separate kernels, and preferred to them. With more tokens it was not measured in
+its present form, and is selected only if it is preferred by name. `benchmarks/h200_persistent.json` has the times on an H200.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.tile_device import NORM, ROUTER_BIAS, 
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import FINISHERS, MAX_TOP_K, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import CHUNK as ROW_CHUNK
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import ROW_THREADS, ROW_WARPS, Rows, shared_int
-from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W13, entry_of, index_of, kind_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ENTRIES, W13, entry_code, entry_of, index_of, kind_of
 
 _SPLITTING = 3  # the named barrier of the warps that prepare a row while other warps wait for the logits
 _SLOTS_AT_ONCE = 2  # slots of a token whose results a thread loads at once
@@ -109,7 +109,10 @@ class Route(Project):
             expert = Int32(-1)
             if lane < call.tokens * call.layer.top_k:
                 expert = call.chosen[lane]
-            self.list_few_pairs(call, expert)
+            if const_expr(self.config.tokens == 1):
+                self.list_slots(call, expert)
+            else:
+                self.list_few_pairs(call, expert)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(call.routed)
@@ -205,6 +208,17 @@ class Route(Project):
         if lane < top_k:
             call.chosen[token * top_k + lane] = expert
             store_floats("shared", Int32(call.weights) + (token * top_k + lane) * 4, [own / total])
+
+    @cute.jit
+    def list_slots(self, call: LayerCall, expert: Int32):
+        """Makes the lists of `list_few_pairs` for one token, whose experts are distinct. ``expert``: of this lane's slot, or -1."""
+        lane = cute.arch.lane_idx()
+        call.experts_of_pairs[lane] = expert
+        if expert >= 0:
+            call.order[lane] = lane
+            call.entries[lane] = entry_code(expert, lane, Int32(1))
+        if lane == 0:
+            call.sizes[ENTRIES] = call.layer.top_k
 
     @cute.jit
     def split_token(self, call: LayerCall):

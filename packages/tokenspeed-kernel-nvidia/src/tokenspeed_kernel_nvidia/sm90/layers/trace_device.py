@@ -1,8 +1,8 @@
 """The persistent kernel with a trace: threads store the SM's clock at some points of each layer, see `config.EVENTS`.
 
 Clocks of SMs differ. So each CTA also stores its clock and the global timer at its start and at its end. An event costs about 40
-cycles. Events are kept in shared memory, in one set for even and one for odd layers. After each layer, a warp moves the layer's
-events to global memory.
+cycles. Events are kept in shared memory, in one set for even and one for odd layers. After each layer, an MMA warp moves the layer's
+events to global memory, and an epilogue thread its own events.
 """
 
 # mypy: ignore-errors
@@ -185,6 +185,15 @@ class Traced(Persistent):
         Persistent.finish_strip(self, call, at, item, strip, lane, pairs, beyond, weights)
         self.mark(call, _FINISHED + kind_of(item), _FINISH)
 
+    @cute.jit
+    def finish(self, call: LayerCall, warp: Int32, at: Any):
+        at = Persistent.finish(self, call, warp, at)
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == _FINISH:
+            for event in cutlass.range(_FINISHED, _COUNT, unroll=1):
+                move_event(self.trace_at(call, call.index, event), self.event_at(call, event))
+        return at
+
     # -- the MMA warps -----------------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -250,6 +259,11 @@ class Traced(Persistent):
         self.mark(call, _LISTED)
 
     @cute.jit
+    def list_slots(self, call: LayerCall, expert: Int32):
+        Persistent.list_slots(self, call, expert)
+        self.mark(call, _LISTED)
+
+    @cute.jit
     def prepare_rows(self, call: LayerCall, item: Int32, factors: cute.Tensor):
         self.mark(call, _BEGUN + 4 * kind_of(item), first=True)
         Persistent.prepare_rows(self, call, item, factors)
@@ -278,6 +292,6 @@ class Traced(Persistent):
         if warp == 0:
             cute.arch.sync_warp()
             lane = cute.arch.lane_idx()
-            for event in cutlass.range(lane, _COUNT, 32, unroll=1):
+            for event in cutlass.range(lane, _FINISHED, 32, unroll=1):
                 move_event(self.trace_at(call, call.index, event), self.event_at(call, event))
             cute.arch.sync_warp()
