@@ -1,49 +1,33 @@
-"""A model of the time of one layer in the persistent kernel of `sm90/layers`, for GPT-OSS-120B with one token on one H200.
+"""The time of one layer in the persistent kernel of `sm90/layers`, for GPT-OSS-120B with one token on one H200.
 
     python packages/tokenspeed-kernel-nvidia/benchmarks/persistent_timeline.py
 
 The steps of a layer run one after another, because each step needs all results of the preceding step. Memory is busy while the
 producer warps load. These warps load the weights of qkv and of the projection as far as the ring buffer has room, and the weights
 of the experts as soon as the experts are known. So the time of a layer is the sum of the latencies of the steps, of which one, the
-first GEMM of the experts, is bound by memory.
+first GEMM of the experts, is bound by memory. The model's sum, made before the kernel, is 37.8 us.
 
-The latencies of the exchanges, and of the steps from the projection on, are those of a trace of an earlier kernel, which had
-neither qkv nor attention. The others are estimates. The sum is 37.8 us.
+Measurements of `h200_persistent.py`, microseconds of a layer with a context of 1,024. Today's launches take 50, 60 and 83 for one,
+two and four tokens. The versions of the kernel, for one token:
 
-Measurements of `h200_persistent.py`, microseconds of a layer with a context of 1,024: one token 47.1 (commit 703aa7ad) and 48.4
-(41e20631), where today's launches took 49.6 and 49.4; four tokens 96.6 and 99.3, today's launches 82.6 and 82.2. A first version
-took 55.1 us for one token. What was tried since, and what it changed:
+* 55.1: the first version;
+* 47.1: counters instead of polled words for most exchanges, one CTA instead of 16 for the 128 keys of a window;
+* 46.3: no spilled registers, less code;
+* 45.6: panels of the experts split between CTAs (stream-K), and one copy instead of eight for each stage of dense weights. Each
+  step became shorter, but loads that other warps wait for became longer by as much: the copies had been slow enough before;
+* 43.5: at most 4 to 6 stages of a CTA in flight. Bulk copies of all 18 stages are a queue of 4 us in front of every other load,
+  also of loads that hit L2. Keys and values are prefetched into L2 before the weights of their layer;
+* 40.3: no fences. A fence waits for all stores, which takes up to 3 us while weights are loaded. Counters are now hints, and only
+  the tags of the words say that data are there. Activations and the experts' results have tags, too;
+* 39.7: stages of 9 KB, of which five hold eight rows of qkv; the token's row is split for the experts while the logits travel.
 
-* counters instead of polled words for all exchanges: -4.7; words for qkv and for the attention's output, counters for the others:
-  -0.7 more;
-* one CTA instead of 16 for the 128 keys of a window, together with the two changes that were removed again: -2.5;
-* addresses, lengths and angles in shared memory: -0.2; several lanes that issue the copies of dense weights, and L2 prefetches of
-  the dense weights that do not fit into the ring buffer: nothing;
-* removed again, because in the trace other steps became longer by as much: experts' results added by every CTA instead of
-  exchanging their sums, and the token's row prepared for the experts before these are known. The measured kernels have both.
+Two tokens take 54, four 83. What changed nothing, or made it slower: prefetches of dense weights into L2 (0.4 us slower), holding
+back the loads of w2 until the activations have arrived, polling words without counters (1 to 2 us slower for each exchange but
+those of qkv and of attention), more or fewer stages in flight (2: 1 to 3 us slower; 9: 1 us).
 
-Steps of the newest trace (41e20631), medians over CTAs, in us:
-
-| step | 1 token | 4 tokens |
-|---|---|---|
-| input seen, normalised | 3.3, 0.3 | 3.9, 1.0 |
-| qkv: MMAs, own words stored | 4.4, 0.7 | 5.4, 2.3 |
-| attention: queries seen, values multiplied | 2.3, 1.1 | 6.3, 2.9 |
-| attention: partial results, own words stored | 1.5, 2.6 | 1.6, 2.9 |
-| attention's output seen | 1.3 | 6.3 |
-| projection: MMAs, own words stored | 2.4, 1.0 | 3.2, 1.0 |
-| totals seen, norm and router | 1.3, 0.5 | 2.6, 1.6 |
-| logits: own words stored, seen | 0.5, 1.5 | 0.6, 0.9 |
-| top-k, lists of pairs | 0.4, 0.3 | 0.4, 0.3 |
-| w13: item read, rows split, first slab, MMAs | 0.5, 0.2, 0.9, 8.6 | 0.5, 1.2, 0.2, 29.0 |
-| w2: activations seen, rows split, first slab, MMAs | 3.2, 1.1, 0.2, 2.4 | 4.6, 1.2, 0.2, 12.1 |
-| w2 of all CTAs seen, output written | 4.1 | 6.8, 1.4 |
-
-What the trace says about the difference from the model: the GEMMs with dense weights take twice the estimate, although a part of
-the weights is in the ring buffer when they begin. For each 1 KB of weights, a warp read as much of the token from shared memory.
-At the end of a layer, CTAs with one panel of w2 wait 2.7 us for those with two. The measured kernel had 140 KB of code and 109
-instructions that spill registers. Since then, lanes without a token read nothing, the code has 112 KB, and nothing is spilled. The
-present kernel has not been measured.
+What remains, from the trace: the two exchanges around w2 take 3 us each, although a load from L2 takes 0.7: w2's and qkv's weights
+are loaded at the same time. The exchange of the layer's output takes 3. Its readers first wait for the counter and then load words,
+so each exchange has two latencies.
 """
 
 from __future__ import annotations

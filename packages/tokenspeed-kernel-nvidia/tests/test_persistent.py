@@ -262,11 +262,12 @@ def test_trace(hopper: Any) -> None:
 
 
 def test_waits_give_up(hopper: Any) -> None:
-    """Asserts that a launch whose waits may poll only once ends, and is marked as failed."""
+    """Asserts that a launch whose waits may poll only once ends, is marked as failed, and has NaN as its result."""
     model = Model(1, 2, 64, 96, 8, 2, 1, 2, 20)
     with hopper(seed=1):
-        _, launched = model.run(8, polls=1)
+        out, launched = model.run(8, polls=1)
         assert launched.failed
+        assert out[-1].isnan().all()
         launched.reset()
         assert not launched.failed
 

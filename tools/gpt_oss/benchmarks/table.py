@@ -3,9 +3,9 @@
     python tools/gpt_oss/benchmarks/table.py            # prints them
     python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
 
-``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_variants.json``, ``h200_fp8_activations.json`` and
-``h200_dense.json`` are results of ``python -m gpt_oss benchmark``. ``beside_vllm.json`` is a result of `beside_vllm.py`. Missing
-results are omitted.
+``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_20b.json``, ``h200_variants.json``, ``h200_fp8_activations.json``
+and ``h200_dense.json`` are results of ``python -m gpt_oss benchmark``. ``beside_vllm.json`` is a result of `beside_vllm.py`.
+Missing results are omitted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,11 @@ def made_on(result: dict[str, Any]) -> list[str]:
     return [", ".join([metadata["device"], *driver, *versions]) + ":", "", f"`{metadata['command']}`", ""]
 
 
+def _bar(bars: Mapping[tuple[int, int], float], result: dict[str, Any], batch: int, tokens: int) -> float | None:
+    """Returns the target value of a row, or None: only GPT-OSS-120B has target values."""
+    return bars.get((batch, tokens)) if result["workload"]["preset"] == "gpt-oss-120b" else None
+
+
 def decode(results: list[dict[str, Any]]) -> list[str]:
     """Returns the table of decode steps: one line per batch and context, for the first variant."""
     lines = [
@@ -51,7 +56,7 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
     for result in results:
         chosen = "sampled" if result["workload"]["temperature"] else "greedy"
         for row in next(iter(result["variants"].values()))["decode"]:
-            bar, floor = STEP_BARS.get((row["batch"], row["context"])), row["milliseconds_floor"]
+            bar, floor = _bar(STEP_BARS, result, row["batch"], row["context"]), row["milliseconds_floor"]
             lines.append(
                 f"| {row['batch']} | {row['context']} | {chosen} | {row['milliseconds_a_step']:.3f} | "
                 f"{'' if bar is None else f'{bar:g}'} | {row['milliseconds_bare']:.3f} | {row['over_bare']:.3f} | "
@@ -61,7 +66,14 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
 
 
 # Families of operators, and what each family does in this model.
-FAMILIES = {"moe": "experts, routing", "gemm": "GEMMs", "attention": "attention", "norm": "norms", "embedding": "rotary embedding"}
+FAMILIES = {
+    "decoder": "layers in one call",
+    "moe": "experts, routing",
+    "gemm": "GEMMs",
+    "attention": "attention",
+    "norm": "norms",
+    "embedding": "rotary embedding",
+}
 
 
 def operators(results: list[dict[str, Any]]) -> list[str]:
@@ -98,7 +110,7 @@ def prefill(results: list[dict[str, Any]]) -> list[str]:
     for result in results:
         for variant, measured in result["variants"].items():
             for row in measured["prefill"]:
-                bar = PREFILL_BARS.get((row["batch"], row["tokens"]))
+                bar = _bar(PREFILL_BARS, result, row["batch"], row["tokens"])
                 lines.append(
                     f"| {variant} | {row['batch']} | {row['tokens']} | {1e3 * row['seconds']:.1f} | "
                     f"{row['tokens_per_second']:.0f} | {'' if bar is None else f'{bar:.0f}'} |"
@@ -179,6 +191,8 @@ def section() -> str:
         lines += operators(measured[:1])
         if len(measured[0]["variants"]) > 1:
             lines += ["", "The variants of these passes:", "", *variants(measured[0])]
+    for result in _results("h200_20b"):
+        lines += ["", "GPT-OSS-20B:", "", f"`{result['metadata']['command']}`", "", *decode([result]), "", *prefill([result])]
     for result in _results("h200_variants", "h200_fp8_activations", "h200_dense"):
         lines += [
             "",

@@ -10,7 +10,7 @@ import torch
 from gpt_oss_models import MODES, YARN, make_config, random_prompts, tensors_of
 
 import tokenspeed_kernel
-from gpt_oss import Engine, GptOss, PagedKVCache, Request, Sampling
+from gpt_oss import Engine, GptOss, PagedKVCache, Request, Sampling, benchmark
 from gpt_oss.batch import Piece, make_batch
 from gpt_oss.config import alternating
 from gpt_oss.divergence import probe
@@ -141,3 +141,11 @@ def test_the_probe_sees_every_choice_of_experts() -> None:
     _, chosen = probe(model, make_cache(model), random_prompts((8, 8), model.config.vocab_size), 1)
     assert [tuple(ids.shape) for ids in chosen] == [(2, 4, 2)] * 3
     assert model.one_call is True
+
+
+def test_the_benchmark_counts_experts(fused: str) -> None:
+    """The experts of a decode pass are counted, although the pass calls no operator of experts."""
+    sizes = {"layers": 2, "batches": (1,), "contexts": (8,), "decode_steps": 2, "prefills": (), "page_size": 4}
+    (found,) = benchmark.run(benchmark.Workload("tiny", **sizes), torch.float32, "cpu", ("optimised",))["variants"].values()
+    (row,) = found["decode"]
+    assert row["experts_a_layer"] == 4

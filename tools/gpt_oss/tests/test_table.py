@@ -53,7 +53,7 @@ def test_a_result_in_tables(program: ModuleType, result: dict[str, Any], tmp_pat
     assert "commit 0123456789ab" in text
     assert "`the command`" in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    assert all(len(row) in (10, 8, 6, 4) for row in rows)
+    assert all(len(row) in (10, 9, 8, 6, 4) for row in rows)
     step = result["variants"]["optimised"]["decode"][1]
     assert ["2", "9", "sampled", f"{step['milliseconds_a_step']:.3f}", ""] in [row[:5] for row in rows]
     assert [row[-1] for row in rows if row[0] == "decode, batch 2, context 9"] == ["1000.00"]
@@ -68,7 +68,7 @@ def test_a_result_in_tables(program: ModuleType, result: dict[str, Any], tmp_pat
     disturbed = [line for line in program.section().splitlines() if "disturbed" in line]
     assert len(disturbed) == 1
     assert disturbed[0].startswith("| decode, batch 2")
-    passes = [row[0] for row in rows if row[0].startswith(("decode 1", "prefill 1")) and len(row) == 8]
+    passes = [row[0] for row in rows if row[0].startswith(("decode 1", "prefill 1")) and len(row) == 9]
     assert passes == ["decode 1 x 9", "prefill 1 x 8, two layers"]
 
 
@@ -76,6 +76,8 @@ def test_the_bars_are_shown(program: ModuleType, result: dict[str, Any]) -> None
     changed = json.loads(json.dumps(result))
     changed["variants"]["optimised"]["decode"][0] |= {"batch": 1, "context": 1024}
     changed["variants"]["optimised"]["prefill"][0] |= {"batch": 8, "tokens": 1024}
+    assert " | 1.67 | " not in program.decode([changed])[2], "another model has no target values"
+    changed["workload"]["preset"] = "gpt-oss-120b"
     assert "| 1 | 1024 |" in program.decode([changed])[2]
     assert " | 1.67 | " in program.decode([changed])[2]
     assert program.prefill([changed])[2].endswith(" | 58000 |")

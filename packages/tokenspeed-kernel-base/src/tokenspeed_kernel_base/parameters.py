@@ -297,7 +297,8 @@ def options_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any])
 def with_tensors(
     parameters: Iterable[Parameter], arguments: Mapping[str, Any], convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """The arguments of a call, with each tensor replaced by ``convert(tensor)``, including tensors in the fields of objects."""
+    """The arguments of a call, with each tensor replaced by ``convert(tensor)``, including tensors in the fields of objects and in
+    resources."""
     converted = dict(arguments)
     for parameter in parameters:
         value = arguments[parameter.name]
@@ -305,6 +306,8 @@ def with_tensors(
             continue
         if parameter.is_tensor:
             converted[parameter.name] = convert(value)
+        elif parameter.kind is Kind.RESOURCE:
+            converted[parameter.name] = value.converted(convert)
         elif parameter.kind is Kind.OBJECT:
             assert parameter.cls is not None
             inner = {f.attribute: f.read(value) for f in parameter.fields}
@@ -317,7 +320,15 @@ def on_meta(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> di
     """The arguments of a call with meta tensors in place of its tensors. The shapes of outputs are computed from meta tensors,
     without allocating memory.
     """
-    return with_tensors(parameters, arguments, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"))
+    kept = {p.name: arguments[p.name] for p in parameters if p.kind is Kind.RESOURCE}  # hooks read no tensors of resources
+    return {
+        **with_tensors(
+            (p for p in parameters if p.name not in kept),
+            arguments,
+            lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
+        ),
+        **kept,
+    }
 
 
 def resources_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> list[tuple[str, Resource]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -71,6 +71,11 @@ class Resource:
     def card(self) -> str:
         """One sentence about the resource for ``explain``; an empty text adds nothing."""
         return ""
+
+    def converted(self: R, convert: Callable[[torch.Tensor], torch.Tensor]) -> R:
+        """Returns a resource with the results of ``convert`` in place of its tensors; the resource itself if it has no tensors that
+        could be replaced, such as buffers that other ranks know."""
+        return self
 
     def __copy__(self: R) -> R:
         """Returns the resource itself, and so does `__deepcopy__`. So a copy of a call's arguments has the same resource."""

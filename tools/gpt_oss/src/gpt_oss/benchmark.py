@@ -427,8 +427,13 @@ class _Measuring:
                 chosen.append(call.arguments["topk_ids"].clone())
             return run
 
-        with watch_calls(watcher):
-            self._forward(engine, batch)
+        one_call = self.model.one_call
+        try:
+            self.model.one_call = False  # the experts' operator is called for each layer
+            with watch_calls(watcher):
+                self._forward(engine, batch)
+        finally:
+            self.model.one_call = one_call
         return [len(ids.unique()) for ids in chosen]
 
     def _forward(self, engine: Engine, batch: int) -> None:

@@ -270,6 +270,7 @@ class Decoder:
         self._held = None
         self._rows.memory.zero_()
         self._rows.top_p.fill_(1)
+        self._rows.cache_seqlens.fill_(1)  # the input token
         for part in _PARTS:
             self._launch(size, part)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ class DecoderWeights(Resource):
         layers: the layers, in order; at least one.
 
     Attributes:
+        layer_class: the class of the layers.
         layers: the layers.
         windows: the ``window_left`` of each layer.
 
@@ -74,6 +75,8 @@ class DecoderWeights(Resource):
             or the layout of experts; or only one bias of attention is given; or a window is less than -1. The message names the
             layer and the tensor.
     """
+
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         if not layers:
@@ -97,7 +100,7 @@ class DecoderWeights(Resource):
         self.key: Hashable = (alike, self.windows, keys)
 
     def converted(self, convert: Callable[[Tensor], Tensor]) -> DecoderWeights:
-        """Returns weights whose tensors are the results of ``convert`` for these tensors. Layers that share experts still do."""
+        """As in the base class. Layers that share experts still do."""
         experts: dict[int, MoEWeights] = {}
         layers = []
         for layer in self.layers:

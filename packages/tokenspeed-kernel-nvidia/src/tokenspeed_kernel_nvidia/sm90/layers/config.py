@@ -17,6 +17,7 @@ KV_HEADS = 8  # maximum number of key heads
 LEAST_CTAS = 128  # with so many CTAs, each CTA has at most 40 rows of qkv, and one row of the router
 SPLITS = 16  # maximum number of CTAs that share the keys of a token and a key head
 KEYS = 16  # keys of an attention tile, which one warp computes: the MMA's k. Pages hold a multiple of this number.
+PREFERRED = 2  # up to this number of tokens, the kernel is faster than separate kernels
 TOKENS = (1, 2, 4, 8)  # numbers of tokens for which kernels are compiled
 EXPERTS = 128  # maximum number of experts: four logits for each lane of a warp
 PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
@@ -29,9 +30,10 @@ WIDTH_PITCH = 2 * WIDTH + 64
 ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 features takes 5760
 MOST_LAYERS = 48  # of a launch
 OTHER_BYTES = 10 * 1024  # the table of layers, barriers, lists and other small arrays
-# Indices of a layer's counters. This kernel also uses counters of `stream`: DONE, at index 1, and READY, from index COUNTERS on.
+# Indices of a layer's counters.
 OUT, LOGITS, TOTALS = 0, 2, 3
 QKV, PARTIALS, ATTENDED = range(COUNTERS + PAIRS, COUNTERS + PAIRS + 3)
+ACTIVATED = COUNTERS  # the counter of the first entry, one for each entry
 LAYER_COUNTERS = COUNTERS + PAIRS + 4  # even, because the 64-bit words of a trace follow
 # Indices of words before the layers' counters: the number of CTAs that have finished, the tag of the last launch's last layer, and
 # the error flag.
@@ -40,7 +42,7 @@ HEAD_WORDS = 32
 # The exchanges of rows between CTAs. An exchange uses a counter in global memory, and readers wait until all CTAs have counted up.
 # Or readers poll the words themselves: each 32-bit word holds a bfloat16 and the layer's tag. This saves a fence, an atomic and a
 # load, but readers that poll delay the writers.
-EXCHANGES = (OUT, QKV, PARTIALS, ATTENDED, TOTALS, LOGITS)
+EXCHANGES = (OUT, QKV, PARTIALS, ATTENDED, TOTALS, LOGITS, ACTIVATED)
 # Bytes of shared memory in which attention has the query heads of a token, the new key and value, and the warps' partial results.
 Q_PITCH = 2 * HEAD_DIM + 16
 WARP_BYTES = 4 * GROUP_HEADS * (HEAD_DIM + 2)  # of a warp: sums of values, then each head's maximum and sum
@@ -81,11 +83,6 @@ class Config(StreamConfig):
         cooperative: whether the driver guarantees that all CTAs run at once; then the launch does not use PDL.
         in_flight: the number of stages whose copies may be in flight: of qkv, of the projection, of w13 and of w2. With more, loads
             that other warps wait for take longer.
-        behind: the number of stages of w13 that may be waiting for MMAs when the loads of w2 begin. With more, CTAs that are ahead
-            with w13 take bandwidth from the others.
-        early: the number of stages of w2 that are loaded before this CTA has the rows for w2. With more, loads of the rows take
-            longer.
-        prefetch: whether dense weights that do not fit into the ring buffer are prefetched into L2.
         trace: whether the kernel stores the times of `EVENTS`.
         tiles_of_cta: the maximum number of tiles of dense weights per CTA.
     """
@@ -95,9 +92,6 @@ class Config(StreamConfig):
     most_stages: int = STAGES
     cooperative: bool = False
     in_flight: tuple[int, int, int, int] = (STAGES,) * 4
-    behind: int = STAGES
-    early: int = STAGES
-    prefetch: bool = False
     trace: bool = False
     tiles_of_cta: int = TILES
 
@@ -155,21 +149,22 @@ def config_of(
     counted: tuple[int, ...] | None = None,
     cooperative: bool = False,
     most: int = STAGES,
-    in_flight: tuple[int, int, int, int] = (4, 4, 6, 6),
-    behind: int = STAGES,
-    early: int = STAGES,
-    prefetch: bool = False,
+    in_flight: tuple[int, int, int, int] | None = None,
     trace: bool = False,
     tiles: int = TILES,
 ) -> Config:
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
     room = next(room for room in TOKENS if room >= tokens)
     if counted is None:
-        # On an H200, microseconds of a layer with one token: 47.1 with words of qkv and of attention, 47.8 with counters only.
-        counted = (OUT, PARTIALS, TOTALS, LOGITS) if room == 1 else EXCHANGES
+        # On an H200, microseconds of a layer with words of qkv / of qkv and of attention / with counters only: for one token 39.7,
+        # 40.0 and 39.9, for two 54.2, 55.1 and 54.0.
+        counted = tuple(each for each in EXCHANGES if each not in (QKV, ACTIVATED))
+    if in_flight is None:
+        # Measured likewise: without a limit, a layer takes 5 us more.
+        in_flight = (4, 4, 7, 4) if room == 1 else (4, 3, 9, 4)
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
-        in_flight=in_flight, behind=behind, early=early, prefetch=prefetch, trace=trace, tiles_of_cta=tiles,
+        in_flight=in_flight, trace=trace, tiles_of_cta=tiles,
     )  # fmt: skip
 
 
@@ -187,5 +182,5 @@ def every_config() -> list[Config]:
 
 
 def usual_configs() -> list[Config]:
-    """Returns the configurations that calls use without naming a kernel: only one token is faster than with separate kernels."""
-    return [served_config(1)]
+    """Returns the configurations that calls use without naming a kernel."""
+    return [served_config(tokens) for tokens in TOKENS if tokens <= PREFERRED]

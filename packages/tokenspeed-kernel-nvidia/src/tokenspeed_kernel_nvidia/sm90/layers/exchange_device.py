@@ -8,7 +8,7 @@ Polls of many threads delay the writers. So most readers first wait for a counte
 weights are loaded, a fence takes up to 3 us. The counter says when it is worth polling, and only the tags say that words are there.
 
 A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
-more than once. So a launch always ends, whatever went wrong. The launch's results are then invalid.
+more than once. So a launch always ends, whatever went wrong. The launch's results are then NaN.
 """
 
 # mypy: ignore-errors

@@ -23,7 +23,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
@@ -36,11 +36,9 @@ from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import (
     first_to_read,
     issued_before,
     pipeline,
-    skip,
 )
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_int, opt_barrier, pack, store_words, widened
-from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load, prefetch_bulk
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import PIECE_BYTES
+from tokenspeed_kernel_nvidia.sm90.common.bulk_device import bulk_load
 from tokenspeed_kernel_nvidia.sm90.layers.config import (
     CHUNK_BYTES,
     HEAD_WORDS,
@@ -77,7 +75,9 @@ from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, FINISHERS, GROUPS, LOAD_WARP, MMA_WARPS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
-from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import COMBINE, DONE, END, ENTRIES, W2, W13, Layer, item_code
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import COMBINE, END, ENTRIES, W2, W13, Layer, item_code
+
+_NANS = 0x7FFF7FFF  # two bfloat16 NaNs
 
 
 def host(config: Config) -> Any:
@@ -108,11 +108,12 @@ class Persistent(Route):
       write the layer's output;
     * warp 12, the producer, streams this CTA's rows of the weights of qkv and of the projection into the ring buffer, and its rows
       of the router beside it. Once the experts are known, it streams panels of w13 and w2 through the same ring buffer, and goes on
-      with the next layer's weights of qkv. It prefetches dense weights that do not fit into the ring buffer into L2;
+      with the next layer's weights of qkv;
     * warps 13-14 run `stream`'s epilogue.
 
-    Shared memory holds the ring buffer (18 stages for one token), the rows of the router, and the tokens. The kernel is
-    memory-bound. The time from the first word of ``totals`` to the first bytes of w13 is exposed, unless L2 is filled meanwhile.
+    Shared memory holds the ring buffer (18 stages for one token), the rows of the router, and the tokens. The experts' weights
+    cannot be loaded before the experts are known. The number of copies in flight is limited, because loads that other warps wait
+    for queue behind them.
     """
 
     @cute.jit
@@ -317,9 +318,6 @@ class Persistent(Route):
             count = cutlass.min(row_count - tile, TILE)
             for part in cutlass.range(0, row_bytes, part_bytes, unroll=1):
                 size = cutlass.min(row_bytes - part, part_bytes)
-                if const_expr(self.config.prefetch) and stages == self.stages:
-                    # The ring buffer is full until MMA warps begin with these weights. Memory is idle meanwhile.
-                    self.prefetch_rows(first + Int64(tile) * row_bytes, (row_count - tile) * row_bytes)
                 self.acquire_below(call, at, self.config.in_flight[0 if column == QKV_WEIGHT else 1])
                 if cute.arch.lane_idx() == 0:
                     call.pipe.commit(at, count * size)
@@ -331,13 +329,6 @@ class Persistent(Route):
             at = self.tell_one(call, at, item_code(COMBINE))
         return at
 
-    @cute.jit
-    def hold(self, call: LayerCall, kind: cutlass.Constexpr[int], told: Any, issued: Int32):
-        # The MMA warps release the messages when they have prepared the rows.
-        if const_expr(kind == W2 and self.config.early < self.stages):
-            if issued == self.config.early:
-                call.pipe.acquire(skip(told, self.stages - 1, self.stages))
-
     def acquire(self, call: LayerCall, at: Any, kind: int) -> None:
         self.acquire_below(call, at, self.config.in_flight[2 + kind])
 
@@ -346,12 +337,6 @@ class Persistent(Route):
         call.pipe.acquire(at)
         if most < self.stages:
             call.pipe.full.wait(issued_before(at, most, self.stages))
-
-    @cute.jit
-    def prefetch_rows(self, source: Int64, size: Int32):
-        """Prefetches consecutive bytes into L2."""
-        for done in cutlass.range(cute.arch.lane_idx() * PIECE_BYTES, size, 32 * PIECE_BYTES, unroll=1):
-            prefetch_bulk(source + done, cutlass.min(size - done, PIECE_BYTES))
 
     @cute.jit
     def load_experts(self, call: LayerCall, at: Any):
@@ -368,8 +353,6 @@ class Persistent(Route):
             place = self.place_of(first, layer.w13_items, layer.w13_blocks)
         if end > first:
             at = self.load_range(call, at, W13, place, end - first)
-        if const_expr(self.config.behind < self.stages):
-            call.pipe.acquire(skip(at, self.stages - self.config.behind, self.stages))
         first, end = self.range_of(call, entries * layer.w2_items, layer.w2_blocks)
         if end > first:
             place = self.place_of(first, layer.w2_items, layer.w2_blocks)
@@ -380,18 +363,8 @@ class Persistent(Route):
 
     @cute.jit
     def combine(self, call: LayerCall, warp: Int32):
-        """Waits until w2 is done, and stores this CTA's part of the output: the sum over slots, plus ``totals``, the residual
-        stream before the experts.
-
-        All MMA warps call this method.
-        """
-        layer = call.layer
-        self.meet(call, warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
-        self.store_output(call)
-
-    @cute.jit
-    def store_output(self, call: LayerCall):
-        """Stores this CTA's part of the output, also as words."""
+        """Stores this CTA's part of the output, also as words: the sum over slots, plus ``totals``, the residual stream before the
+        experts. If one of the CTA's waits has given up, the output is NaN. All MMA warps call this method."""
         layer = call.layer
         thread = self.thread()
         width = layer.hidden // 4
@@ -402,11 +375,13 @@ class Persistent(Route):
             column = (quad - token * width) * 4
             before = load_tagged(call.given.totals + Int64(quad) * 16)
             expert = self.sum_of_slots(call, token, column)
+            gave_up = call.kept[GIVEN_UP] != 0
             words = []
             for half in cutlass.range_constexpr(2):
                 # Round like the operator's result, then add the residual stream.
                 low, high = widened(self.dtype, pack(self.dtype, expert[2 * half], expert[2 * half + 1]))
-                words.append(pack(self.dtype, low + value_of(before[2 * half]), high + value_of(before[2 * half + 1])))
+                both = pack(self.dtype, low + value_of(before[2 * half]), high + value_of(before[2 * half + 1]))
+                words.append(cutlass.select_(gave_up, Uint32(_NANS), both))
             store_words(to + Int64(quad) * 8, words)
             words_at = call.given.outputs + Int64(quad) * 16
             for half in cutlass.range_constexpr(2):

@@ -15,9 +15,8 @@ launch of this kernel. It never holds some SMs while it waits for others.
 
 Rounding is as in `rmsnorm`, `mm`, `apply_rope`, `rmsnorm_moe_topk` and `moe_apply`. Results have the same bits in every run.
 
-With one token the kernel is faster than separate kernels, and preferred to them. With more tokens it is slower, and selected only
-if it is preferred by name. Microseconds of a layer of GPT-OSS-120B on an H200 with 1, 2 and 4 tokens: 46.3, 64 and 90; with
-separate kernels 49.6, 59 and 82 (`benchmarks/h200_persistent.py`, launches that are not cooperative).
+With one or two tokens the kernel is faster than separate kernels, and preferred to them. With more tokens it is not faster, and
+selected only if it is preferred by name. Microseconds of a layer of GPT-OSS-120B on an H200: see `benchmarks/h200_persistent.json`.
 """
 
 from __future__ import annotations
@@ -61,6 +60,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     MOST_LAYERS,
     PAIRS,
     PARTIAL_WORDS,
+    PREFERRED,
     ROUTER_BYTES,
     SPLITS,
     TOKENS,
@@ -316,8 +316,8 @@ def _check_layer(index: int, layer: DecoderLayer) -> None:
 _BF16 = dense_tensor_format(torch.bfloat16)
 # The first kernel is faster than separate kernels. The second is slower, so the composed kernel is preferred to it.
 for _name, _tokens, _priority in (
-    ("cutedsl_decoder_layers", {1}, Priority.SPECIALIZED),
-    ("cutedsl_decoder_layers_few", between(2, max(TOKENS)), Priority.COMPOSED - 1),
+    ("cutedsl_decoder_layers", between(1, PREFERRED), Priority.SPECIALIZED),
+    ("cutedsl_decoder_layers_few", between(PREFERRED + 1, max(TOKENS)), Priority.COMPOSED - 1),
 ):
     register_kernel(
         "decoder",

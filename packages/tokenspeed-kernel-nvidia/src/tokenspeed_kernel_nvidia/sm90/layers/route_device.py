@@ -18,13 +18,13 @@ from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, relaxed_a
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, opt_barrier, pack, store_floats, widened
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
-from tokenspeed_kernel_nvidia.sm90.layers.config import LOGITS, TOTALS
+from tokenspeed_kernel_nvidia.sm90.layers.config import ACTIVATED, LOGITS, TOTALS
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, store_tagged, value_of, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK
 from tokenspeed_kernel_nvidia.sm90.layers.project_device import Project
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import NORM, ROUTER_BIAS, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.route import select_device
-from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_TOP_K, MMA_WARPS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import FINISHERS, MAX_TOP_K, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import CHUNK as ROW_CHUNK
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import ROW_THREADS, ROW_WARPS, Rows, shared_int
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W13, entry_of, index_of, kind_of
@@ -203,8 +203,17 @@ class Route(Project):
         else:
             Rows.prepare_rows(self, call, item, factors)
 
-    def count(self, counter: Int64, value: Int32) -> None:
-        relaxed_add(counter, value)
+    @cute.jit
+    def await_activations(self, call: LayerCall, warp: Int32, item: Int32):
+        if const_expr(ACTIVATED in self.config.counted):
+            self.meet(call, warp, call.counter(ACTIVATED + index_of(item)), call.layer.w13_items * FINISHERS)
+
+    @cute.jit
+    def count(self, call: LayerCall, item: Int32, items: Int32):
+        # The results of w2 are not counted: few threads of a CTA read them, and poll the results themselves.
+        if const_expr(ACTIVATED in self.config.counted):
+            if kind_of(item) == W13:
+                relaxed_add(call.counter(ACTIVATED + index_of(item)), items)
 
     def store_activated(self, call: LayerCall, place: Int64, value: Float32) -> None:
         store_tagged(call.activated + place * 4, self.rounded(value), call.tag)

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tokenspeed_kernel.workbench.models.config import Experts, Latent, Model
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.platform import cpu_platform
 
 # Default sizes: the numbers of sequences of decode steps, and of prompt tokens of prefills.
@@ -303,10 +302,10 @@ class _Calls:
 
     def whole_layers(self, experts: Experts) -> Call:
         model, width = self.model, self.model.head_dim
-        applied = self._moe_apply(experts)
+        applied, weights_class = self._moe_apply(experts), _class_of("decoder_layers", "weights")
         columns = (model.heads + 2 * model.kv_heads) * width
         layers = [
-            DecoderLayer(
+            weights_class.layer_class(
                 input_norm=self._fake(model.hidden),
                 qkv=self._fake(columns, model.hidden),
                 projection=self._fake(model.hidden, model.heads * width),
@@ -326,7 +325,7 @@ class _Calls:
         paged = {name: value for name, value in self._paged().items() if name != "max_seqlen_k"}
         arguments = {
             "x": self._fake(self._tokens, model.hidden),
-            "weights": DecoderWeights(layers),
+            "weights": weights_class(layers),
             "k_cache": self._fake(*cache),
             "v_cache": self._fake(*cache),
             **paged,
@@ -384,7 +383,7 @@ class _Calls:
 
 def _class_of(operator: str, parameter: str) -> Any:
     """Returns the class of the objects that an operator takes as the named parameter."""
-    return next(each.cls for each in get_operator(operator).parameters if each.name == parameter)
+    return next(each.cls or each.types[0] for each in get_operator(operator).parameters if each.name == parameter)
 
 
 _Stored = tuple[tuple[int, ...], torch.dtype | None]

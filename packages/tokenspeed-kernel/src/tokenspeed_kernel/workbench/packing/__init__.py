@@ -43,11 +43,12 @@ from tokenspeed_kernel.workbench.watching import described, load_cases
 from tokenspeed_kernel_base import config, packs
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.compilation import Compilation, CompilationForbiddenError, compilations, set_compile_policy
+from tokenspeed_kernel_base.composition import COMPOSED
 from tokenspeed_kernel_base.declaration import Operator
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.ops.decoder.weights import DecoderWeights
 from tokenspeed_kernel_base.parameters import with_tensors
 from tokenspeed_kernel_base.platform import PlatformInfo, named_platform, use_platform
+from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.spec import KernelSpec
 
 GROUP = "tokenspeed_kernel.packing"
@@ -115,8 +116,7 @@ class _Drawn:
 
     def __call__(self, draw: Draw) -> dict[str, Any]:
         op = get_operator(self.call.operator)
-        arguments = with_tensors(op.parameters, op.complete(self.call.arguments), _zeros)
-        return {name: each.converted(_zeros) if isinstance(each, DecoderWeights) else each for name, each in arguments.items()}
+        return with_tensors(op.parameters, op.complete(self.call.arguments), _zeros)
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
@@ -338,7 +338,9 @@ def _outcome(operator: str, case: Case) -> Outcome:
         chosen = op.consider_prepared(op.request(arguments), arguments, None).chosen
         if chosen is not None:
             outcome = dataclasses.replace(outcome, kernel=chosen.name)
-            if chosen.solution not in _UNCOMPILED:
+            # A composed kernel's weights are prepared for its parts, whose calls are separate calls of a model or a capture.
+            in_parts = chosen.solution == COMPOSED and op.planned is not None
+            if chosen.solution not in _UNCOMPILED and not in_parts:
                 op.function(**prepared_by_shape(op, arguments, chosen))
     except CompilationForbiddenError as error:
         return dataclasses.replace(outcome, missing=str(error))
@@ -376,7 +378,9 @@ def _objects_by_shape(op: Operator[..., Any], arguments: dict[str, Any], spec: K
 
 
 def _with_zeros(value: Any) -> Any:
-    """Returns a dataclass with zeros in place of the meta tensors in its fields; any other argument unchanged."""
+    """Returns a dataclass or a resource with zeros in place of the meta tensors that it holds; any other argument unchanged."""
+    if isinstance(value, Resource) and not dataclasses.is_dataclass(value):
+        return value.converted(_zeros)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     tensors = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

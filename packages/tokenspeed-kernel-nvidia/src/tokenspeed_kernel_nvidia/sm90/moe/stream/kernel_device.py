@@ -221,14 +221,6 @@ class Stream(Schedule, Consumers):
         aligned = ranges - ranges % cutlass.max(entries, 1)
         return cutlass.select_(ranges >= 8 * entries, aligned, ranges)
 
-    def hold(self, call: Call, kind: int, told: Any, issued: Int32) -> None:
-        """Waits until a GEMM's next slab may be loaded.
-
-        Args:
-            told: the position after the messages that announce the range's first entry.
-            issued: the number of slabs of the range that have been loaded.
-        """
-
     def acquire(self, call: Call, at: Any, kind: int) -> None:
         """Waits until the next stage may be filled with a slab of a GEMM."""
         call.pipe.acquire(at)
@@ -265,7 +257,6 @@ class Stream(Schedule, Consumers):
         index, panel, begin = place.index, place.panel, place.slab
         expert = entry_of(call.entries[index]).expert
         at = self.tell(call, at, ahead_of(item_code(kind, index)))
-        told, issued = at, Int32(0)
         while left > 0:
             stop = cutlass.min(begin + left, slabs)
             last = cutlass.select_(left <= slabs - begin or panel == items - 1, Int32(1), Int32(0))
@@ -278,8 +269,6 @@ class Stream(Schedule, Consumers):
                 head = Int32(0)
             for block in cutlass.range(begin * self.slab, cutlass.min(stop * self.slab, blocks), self.slab, unroll=1):
                 count = cutlass.min(blocks - block, self.slab) * PANEL_BLOCK_BYTES + head
-                self.hold(call, kind, told, issued)
-                issued += 1
                 self.acquire(call, at, kind)
                 if cute.arch.lane_idx() == 0:
                     call.items[at.stage] = item

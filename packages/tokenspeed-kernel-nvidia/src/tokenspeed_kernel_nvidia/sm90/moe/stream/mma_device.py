@@ -106,19 +106,15 @@ class Consumers(ExactDotProducts):
             call.pipe.wait(at)
             item = call.items[at.stage]
             kind = kind_of(item)
-            if kind == COMBINE:
+            if kind == COMBINE or is_ahead(item):
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
-                self.combine(call, warp)
-            elif is_ahead(item):
-                if const_expr(not self.splits):
-                    self.release(call, at)
-                if kind == W2:
-                    self.meet(call, warp, call.counter(READY + index_of(item)), call.layer.w13_items * FINISHERS)
-                self.prepare_rows(call, item, factors)
-                if const_expr(self.splits):  # see `hold`
-                    self.release(call, at)
-                at = skip(at, GROUPS, self.stages)
+                if kind == COMBINE:
+                    self.combine(call, warp)
+                else:
+                    if kind == W2:
+                        self.await_activations(call, warp, item)
+                    self.prepare_rows(call, item, factors)
             else:
                 at = self.multiply(call, warp, group, at, to, item, factors)
                 to = advance(to, BUFFERS)
@@ -141,6 +137,11 @@ class Consumers(ExactDotProducts):
                 wait_for(flag, value)
             cute.arch.sync_warp()
         cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=PREPARING_THREADS)
+
+    @cute.jit
+    def await_activations(self, call: Call, warp: Int32, item: Int32):
+        """Waits until the first GEMM of an item's entry is done. All MMA warps call this method."""
+        self.meet(call, warp, call.counter(READY + index_of(item)), call.layer.w13_items * FINISHERS)
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, item: Int32, factors: cute.Tensor):
@@ -305,8 +306,7 @@ class Consumers(ExactDotProducts):
                     done += 1
                 if is_last(item):
                     if lane == 0:
-                        flag = cutlass.select_(kind == W13, READY + index_of(item), Int32(DONE))
-                        self.count(call.counter(flag), done)
+                        self.count(call, item, done)
                     done = Int32(0)
             at = advance(at, BUFFERS)
         return at
@@ -403,9 +403,11 @@ class Consumers(ExactDotProducts):
                 self.store_slot(call, place, upper * weights[tile])
                 self.store_slot(call, place + 8, lower * weights[tile])
 
-    def count(self, counter: Int64, value: Int32) -> None:
-        """Counts results that this lane's warp has stored."""
-        release_add(counter, value)
+    @cute.jit
+    def count(self, call: Call, item: Int32, items: Int32):
+        """Counts items of an entry whose results this warp has stored. ``item``: the last of these items."""
+        flag = cutlass.select_(kind_of(item) == W13, READY + index_of(item), Int32(DONE))
+        release_add(call.counter(flag), items)
 
     def store_activated(self, call: Call, place: Int64, value: Float32) -> None:
         """Stores a result of the first GEMM. ``place``: the index of the element."""
