@@ -126,7 +126,7 @@ class Call:
             assert torch.equal(given[name], flat.view_as(old))
 
 
-@pytest.mark.parametrize("tokens", [*range(1, MOST_TOKENS + 1), 9, 16, 33, 64])
+@pytest.mark.parametrize("tokens", range(1, MOST_TOKENS + 1))
 def test_tokens(sm90: torch.device, tokens: int) -> None:
     Call(sm90, tokens).check()
     Call(sm90, tokens, residual=False, bias=False, index_dtype=torch.int32).check()

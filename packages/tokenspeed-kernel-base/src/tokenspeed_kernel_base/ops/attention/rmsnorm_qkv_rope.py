@@ -309,8 +309,6 @@ def _() -> list[Case]:
         Case("fp8 cache", _inputs(9, 96, 8, 2, 32, page_size=4, cache_dtype=fp8)),
         Case("gpt-oss-120b heads, narrow, decode 4 with cache", _inputs(4, 160, 16, 2, 64, page_size=16)),
         *(Case(f"gpt-oss-120b heads, narrow, decode {m} with cache", _inputs(m, 160, 8, 1, 64, page_size=16)) for m in (1, 2)),
-        Case("gpt-oss-120b heads, narrow, decode 20 with cache", _inputs(20, 160, 8, 1, 64, page_size=16)),
-        Case("llama heads, narrow, 12 tokens, no residual", _inputs(12, 200, 2, 2, 128, residual=False, page_size=4)),
         Case("llama heads, narrow, one token", _inputs(1, 200, 2, 2, 128, page_size=4)),
         Case("a row shorter than a cache line", _inputs(2, 16, 4, 2, 32)),
         Case("one token, heads of 32", _inputs(1, 64, 4, 2, 32)),

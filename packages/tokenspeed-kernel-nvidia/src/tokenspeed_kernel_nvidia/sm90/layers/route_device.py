@@ -14,17 +14,16 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, relaxed_add, store_number, store_words_shared
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import float_of, load_floats, opt_barrier, pack, store_floats, widened
-from tokenspeed_kernel_nvidia.cutedsl.softmax_device import exp2
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, opt_barrier, pack, store_floats, widened
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
 from tokenspeed_kernel_nvidia.sm90.layers.config import ACTIVATED, LOGITS, TOTALS
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, store_tagged, value_of, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK
 from tokenspeed_kernel_nvidia.sm90.layers.project_device import Project
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import NORM, ROUTER_BIAS, LayerCall
+from tokenspeed_kernel_nvidia.sm90.moe.route import select_device
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import FINISHERS, MAX_TOP_K, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import CHUNK as ROW_CHUNK
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import ROW_THREADS, ROW_WARPS, Rows, shared_int
@@ -32,23 +31,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ENTRIES, W13, e
 
 _SPLITTING = 3  # the named barrier of the warps that prepare a row while other warps wait for the logits
 _SLOTS_AT_ONCE = 2  # slots of a token whose results a thread loads at once
-_NONE = -(1 << 31)  # for lanes without an expert, and for experts already chosen: below the sort key of every logit
-
-
-def key_of(word: Uint32, expert: Int32) -> Int32:
-    """Returns an int32 key by which a token's logits are ordered. If logits are equal, the smaller expert index has the larger key.
-
-    The upper half has the order of the bfloat16 logits: negative values have their bits inverted, and -0 equals 0.
-    """
-    number = Int32(word) >> 16
-    number = cutlass.select_(number == -(1 << 15), Int32(0), number)
-    return ((number ^ ((number >> 31) & 0x7FFF)) << 16) | (0xFFFF - expert)
-
-
-def logit_of(key: Int32) -> Float32:
-    """Returns the logit of a key."""
-    number = key >> 16
-    return float_of((number ^ ((number >> 31) & 0x7FFF)) << 16)
 
 
 class Route(Project):
@@ -189,25 +171,12 @@ class Route(Project):
         self.load_logits(call, token, words)
         keys = cute.make_rmem_tensor((4,), Int32)
         for each in cutlass.range_constexpr(4):
-            keys[each] = cutlass.select_(lane * 4 < experts, key_of(words[each], first + each), Int32(_NONE))
-        largest, total, own = Float32(0.0), Float32(0.0), Float32(0.0)
-        expert = Int32(-1)
-        for slot in cutlass.range(top_k, unroll=1):
-            best = keys[0]
-            for each in cutlass.range_constexpr(1, 4):
-                best = cutlass.max(best, keys[each])
-            best = cute.arch.warp_redux_sync(best, "max")
-            for each in cutlass.range_constexpr(4):
-                keys[each] = cutlass.select_(keys[each] == best, Int32(_NONE), keys[each])
-            logit = logit_of(best)
-            largest = cutlass.select_(slot == 0, logit, largest)
-            weight = exp2((logit - largest) * LOG2_E)
-            total += weight
-            own = cutlass.select_(lane == slot, weight, own)
-            expert = cutlass.select_(lane == slot, 0xFFFF - (best & 0xFFFF), expert)
+            key = select_device.key_of(words[each], first + each)
+            keys[each] = cutlass.select_(lane * 4 < experts, key, Int32(select_device.NONE))
+        expert, weight = select_device.select_experts(keys, top_k)
         if lane < top_k:
             call.chosen[token * top_k + lane] = expert
-            store_floats("shared", Int32(call.weights) + (token * top_k + lane) * 4, [own / total])
+            store_floats("shared", Int32(call.weights) + (token * top_k + lane) * 4, [weight])
 
     @cute.jit
     def list_slots(self, call: LayerCall, expert: Int32):

@@ -1,4 +1,4 @@
-"""What the kernels of `rmsnorm_qkv_rope` share: arguments, host code, and RoPE with the cache write."""
+"""Arguments and host code of `rmsnorm_qkv_rope`, and RoPE with the cache write."""
 
 # mypy: ignore-errors
 
@@ -16,12 +16,11 @@ from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import store_half
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import pack, widened
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import QkvConfig
-from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.split_k_config import SplitKConfig
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, Vector, type_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.norm_device import Norm, NormWork
 
 
-def fake_arguments(config: QkvConfig | SplitKConfig) -> tuple[Any, ...]:
+def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
     """Returns placeholder arguments, which have types and layouts but no memory, to compile the function that `host` returns."""
     dtype = type_of(config.dtype)
     stored = dtype if config.weights == "dense" else cutlass.Uint8
@@ -103,7 +102,7 @@ class Work(NormWork):
 
 
 class Ends(Norm):
-    """The host code and the epilogue of both kernels.
+    """The host code and the epilogue.
 
     Attributes:
         dtype: dtype of tokens and results.

@@ -1,16 +1,20 @@
 """Residual add, RMSNorm, QKV projection, RoPE and KV-cache write of few tokens, fused in one kernel on Hopper.
 
-The kernel for up to 8 tokens is the GEMM of `gemm.mm` with a fused prologue and epilogue; for up to 64 tokens it is the GEMM of
-`gemm.split_k`, see `split_k_device`. See `tokenspeed_kernel.rmsnorm_qkv_rope`. In a decode step
+The kernel is the GEMM of `gemm.mm` with a fused prologue and epilogue. See `tokenspeed_kernel.rmsnorm_qkv_rope`. In a decode step
 of GPT-OSS-120B on an H200, the kernel takes 9.8 us for one token, from the end of the preceding kernel to its own end. The separate
 kernels take 11.3 us: `rmsnorm` 1.5, `mm` 8.7, `apply_rope` 1.1.
+
+With more than `SERVED_TOKENS` tokens, separate kernels run. A fused kernel for more tokens, with k split over a cluster as in
+`gemm.split_k`, was no faster and was removed. Calls back to back, of GPT-OSS-120B's sizes with cold weights on an H200, took 13.9,
+13.6, 15.3 and 20.5 us for 9, 16, 32 and 64 tokens; the separate kernels took 13.6, 14.3, 14.5 and 14.9 us.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
-from dataclasses import astuple, fields
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -21,7 +25,7 @@ from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_fo
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_base.traits import Constraint, at_least, at_most, multiple_of
+from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
 from tokenspeed_kernel_nvidia._machine import sm_count_of
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
@@ -29,23 +33,14 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import vector_at
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     HEAD_DIMS,
     MOST_HIDDEN,
-    MOST_TOKENS,
     SERVED_TOKENS,
-    LaunchParameters,
     QkvConfig,
     config_of,
     every_config,
     launch_parameters_of,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.split_k_config import (
-    SplitKConfig,
-    every_split_k_config,
-    split_k_config_of,
-)
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import Weights
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import kinds_of, table_of
-from tokenspeed_kernel_nvidia.sm90.gemm.split_k.config import CLUSTER, MAX_TOKENS
-from tokenspeed_kernel_nvidia.sm90.gemm.split_k.launch import clusters_of
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 
@@ -56,33 +51,11 @@ def rmsnorm_qkv_rope_program(config: QkvConfig) -> tuple[Any, tuple[Any, ...]]:
     return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 
-# Priority of the kernel for more than 8 tokens, below the operator's composition of separate kernels: it has not been measured yet.
-# `Priority.SPECIALIZED` prefers it.
-SPLIT_K_PRIORITY = Priority.COMPOSED - 1
-
-
-def usual_split_k_configs() -> list[SplitKConfig]:
-    """Returns the configurations that calls use which name no kernel: none while other kernels are preferred."""
-    return every_split_k_config() if SPLIT_K_PRIORITY >= Priority.PERFORMANT else []
-
-
-@program(arch=ARCH, configs=every_split_k_config, usual=usual_split_k_configs)
-def rmsnorm_qkv_rope_split_k_program(config: SplitKConfig) -> tuple[Any, tuple[Any, ...]]:
-    from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import split_k_device
-
-    return split_k_device.host(config), split_k_device.fake_arguments(config)
-
-
 @functools.cache
 def _launch_of(
     dtype: torch.dtype, weights: Weights, head_dim: int, tokens: int, columns: int, hidden: int, device: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns the compiled kernel for a call, and the launch parameters that depend on the call's sizes alone."""
-    if tokens > MOST_TOKENS:
-        split = split_k_config_of(dtype_name(dtype), head_dim, tokens, hidden)
-        ctas = CLUSTER * clusters_of(split, columns, device)
-        # The other parameters are sizes in shared memory, which are constants of this configuration.
-        return rmsnorm_qkv_rope_split_k_program(split), (ctas, *(0,) * (len(fields(LaunchParameters)) - 1))
     config = config_of(dtype_name(dtype), head_dim, weights, hidden)
     return rmsnorm_qkv_rope_program(config), astuple(launch_parameters_of(config, tokens, columns, hidden, sm_count_of(device)))
 
@@ -170,39 +143,25 @@ _FORMATS: tuple[tuple[str, tuple[TensorFormat, ...], int], ...] = (
     ("fp8_weights_", tuple(fp8_format(torch.float8_e4m3fn, granularity) for granularity in ("tensor", "channel")), 16),
     ("mxfp4_weights_", (mxfp4_format((32, 1)),), 32),
 )
-
-
-def _declare(name: str, weights: tuple[TensorFormat, ...], step: int, head_dim: int, tokens: Constraint, priority: int) -> None:
-    """Registers the launcher for calls of some formats and numbers of tokens.
-
-    Args:
-        step: the divisor of ``hidden``.
-    """
+for _head_dim, (_name, _weights, _step) in itertools.product(HEAD_DIMS, _FORMATS):
     register_kernel(
         "attention",
         "rmsnorm_qkv_rope",
-        name=f"cutedsl_rmsnorm_qkv_rope_{name}{head_dim}",
+        name=f"cutedsl_rmsnorm_qkv_rope_{_name}{_head_dim}",
         solution="cutedsl",
         capability=CUTEDSL_HOPPER,
         signatures={
-            format_signature(x=_BF16, qkv_weight=weight, **cache) for weight in weights for cache in ({}, {"k_cache": _BF16})
+            format_signature(x=_BF16, qkv_weight=weight, **cache) for weight in _weights for cache in ({}, {"k_cache": _BF16})
         },
         traits={
-            "tokens": tokens,
-            "hidden": at_least(step) & at_most(MOST_HIDDEN) & multiple_of(step),
-            "head_dim": head_dim,
-            "rotary_dim": head_dim,
+            "tokens": at_most(SERVED_TOKENS),
+            "hidden": at_least(_step) & at_most(MOST_HIDDEN) & multiple_of(_step),
+            "head_dim": _head_dim,
+            "rotary_dim": _head_dim,
             "residual": any,
             "bias": any,
             "cache_write": any,
         },
-        priority=priority,
+        priority=Priority.SPECIALIZED,
         tags={"determinism"},
     )(rmsnorm_qkv_rope)
-
-
-for _head_dim in HEAD_DIMS:
-    for _name, _weights, _step in _FORMATS:
-        _declare(_name, _weights, _step, _head_dim, at_most(SERVED_TOKENS), Priority.SPECIALIZED)
-    _more = at_least(MOST_TOKENS + 1) & at_most(MAX_TOKENS)
-    _declare("split_k_", (_BF16,), 8, _head_dim, _more, SPLIT_K_PRIORITY)

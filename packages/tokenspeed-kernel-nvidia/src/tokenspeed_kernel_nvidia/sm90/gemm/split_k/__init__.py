@@ -1,1 +1,1 @@
-"""GEMM of up to 64 rows by dense weights, whose k the CTAs of a cluster split."""
+"""GEMM of up to 32 rows by dense weights, whose k the CTAs of a cluster split."""

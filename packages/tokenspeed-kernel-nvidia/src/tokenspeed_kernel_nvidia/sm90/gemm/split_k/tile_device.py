@@ -1,12 +1,11 @@
-"""What all kernels with k split over a cluster share: the ring of weights, the wgmmas, and the reduction over the cluster.
+"""What all kernels with k split over a cluster share: shared memory, the warps' roles, and the ring of weights.
 
 A *tile* is 64 rows of weights, the wgmma's m; tokens are the wgmma's n. A *block* is 64 elements of k. The CTAs of a cluster
 compute the same tiles, each CTA with its own blocks. So a CTA reads only an eighth of the tokens' elements, which stay in shared
 memory. All CTAs together then read few bytes of tokens. If each CTA read all of 16 tokens of 4096 elements, 132 CTAs would read
 132 times 128 KB, which is 73% of the bytes of 2880 rows of weights.
 
-A tile has two halves of 32 rows each. Row i of both halves is computed for the same CTA of the cluster, so an epilogue may combine
-them, as RoPE does. Each CTA sends its partial sums of four rows of each half to the CTA that writes their results.
+A TMA load copies half a tile, which has 32 rows.
 """
 
 # mypy: ignore-errors
@@ -16,7 +15,7 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import (
     Cursor,
@@ -26,18 +25,16 @@ from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import (
     nth_to_read,
     pipeline,
 )
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, load_floats
-from tokenspeed_kernel_nvidia.sm90.common.bulk_device import of_rank
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring, Tma, make_tma, tma_load
-from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma, start_mma
-from tokenspeed_kernel_nvidia.sm90.gemm.linear.mma_device import arrive_at
+from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import PACE, PREFETCHED
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, Vector
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.prefetch_device import prefetch_rows
 from tokenspeed_kernel_nvidia.sm90.gemm.split_k.config import (
     BLOCK,
     CLUSTER,
     HALF,
-    SHARE,
     STAGE_BYTES,
     THREADS,
     TILE,
@@ -48,7 +45,6 @@ from tokenspeed_kernel_nvidia.sm90.gemm.split_k.config import (
 
 READY = 1  # named barrier of all threads: mbarriers are initialised
 COMPUTING = 2  # named barrier of the MMA warps
-_ADDED = 3  # named barriers of the warpgroups, from this one on: the warpgroup has read its buffer of partial sums
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ class SplitK:
     kernel is memory-bound: the ring's bytes in flight hide the latency of global memory, and most of a call's weights are in
     flight at once.
 
-    A kernel that is made from this class brings `begin`, `prepare` and `finish`.
+    A kernel that is made from this class brings `compute`, and `load_columns` if TMA loads the tokens.
     """
 
     def __init__(self, config: Config) -> None:
@@ -117,36 +113,6 @@ class SplitK:
         self.dtype = dtype_of(config.dtype)
         self.ring = Ring(TILE, BLOCK, config.stages)
         self.columns = Ring(config.tokens, BLOCK, config.room)
-        # The numbers of tokens that a thread of the epilogue has; a warpgroup's threads have 32 tokens at once.
-        self.turns = max(1, config.tokens // 32)
-
-    # -- what a kernel brings ------------------------------------------------------------------------------------------------------
-
-    def row_of(self, tile: Int32, half: Int32) -> Int32:
-        """Returns the first row of weights of half a tile."""
-        return tile * TILE + half * HALF
-
-    def begin(self, call: Call, storage: Any, given: Any, warp: Int32) -> Any:
-        """Starts an MMA warp: returns once the tokens are in shared memory. Returns what `prepare` and `finish` need."""
-        raise NotImplementedError
-
-    def prepare(self, call: Call, storage: Any, given: Any, kept: Any, row: Int32, other: Int32, token: Int32, turn: int) -> Any:
-        """Loads operands of `finish`, before the thread waits for partial sums."""
-        raise NotImplementedError
-
-    def finish(
-        self, call: Call, given: Any, kept: Any, row: Int32, other: Int32, token: Int32, turn: int, both: list, operands: Any
-    ) -> None:
-        """Writes the results of two rows of weights, one of each half of a tile, for a token.
-
-        Args:
-            kept: what `begin` returned.
-            row, other: the two rows of weights.
-            turn: the index of the token among those of the thread.
-            both: the two sums.
-            operands: what `prepare` returned.
-        """
-        raise NotImplementedError
 
     # -- shared memory -------------------------------------------------------------------------------------------------------------
 
@@ -180,19 +146,6 @@ class SplitK:
         return pipeline(storage.sums_full, storage.sums_empty)
 
     # -- roles ---------------------------------------------------------------------------------------------------------------------
-
-    def call_of(
-        self, weights: Tma, rows: Matrix, bias: Vector, out: Table, m: Int32, n: Int32, k: Int32, tiles: Int32, mma: cute.TiledMma
-    ) -> Call:
-        """Returns the CTA's call. ``tiles``: the number of all tiles."""
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        rank, cluster, clusters = cta % CLUSTER, cta // CLUSTER, ctas // CLUSTER
-        blocks = (k + (BLOCK - 1)) // BLOCK
-        first, first_block = cluster * tiles // clusters, rank * blocks // CLUSTER
-        return Call(
-            weights, rows, bias, out, m, n, k, mma, rank, cluster, clusters, first, (cluster + 1) * tiles // clusters - first,
-            first_block, (rank + 1) * blocks // CLUSTER - first_block,
-        )  # fmt: skip
 
     @cute.jit
     def run(self, call: Call, storage: Any, given: Any):
@@ -242,18 +195,22 @@ class SplitK:
         if const_expr(self.squared):
             cute.arch.mbarrier_arrive_and_expect_tx(storage.squared.data_ptr(), CLUSTER * self.config.tokens * 4)
 
+    def compute(self, call: Call, storage: Any, given: Any, warp: Int32) -> None:
+        """Runs an MMA warp. ``given``: see `run`."""
+        raise NotImplementedError
+
     # -- the producer --------------------------------------------------------------------------------------------------------------
 
     def prefetch(self, call: Call, storage: Any) -> None:
         """Prefetches this CTA's weights into L2 until the preceding kernel has ended (PDL)."""
-        config, begin = self.config, call.first_block * (BLOCK * 2)
+        begin = call.first_block * (BLOCK * 2)
 
         def source_of(row: Int32) -> Int64:
-            return call.rows.row(self.row_of(call.first + row // TILE, row % TILE // HALF) + row % HALF) + begin
+            return call.rows.row(call.first * TILE + row) + begin
 
         size = cutlass.min(call.blocks * (BLOCK * 2), call.k * 2 - begin)
         rows = cutlass.select_(size > 0, cutlass.min(call.tiles * TILE, call.n - call.first * TILE), Int32(0))
-        prefetch_rows(storage.ended.data_ptr(), source_of, rows, size, config.prefetched, config.pace)
+        prefetch_rows(storage.ended.data_ptr(), source_of, rows, size, PREFETCHED, PACE)
 
     def load_columns(self, call: Call, storage: Any, given: Any) -> None:
         """Loads the tokens, if TMA loads them."""
@@ -277,95 +234,16 @@ class SplitK:
                     with cute.arch.elect_one():
                         pipe.commit(at, STAGE_BYTES)
                     for half in cutlass.range_constexpr(2):
-                        corner = self.row_of(call.first + tile + each, Int32(half)), (call.first_block + block) * BLOCK
+                        corner = (call.first + tile + each) * TILE + half * HALF, (call.first_block + block) * BLOCK
                         source = cute.domain_offset(corner, call.weights.tensor)
                         tma_load(call.weights.atom, source, (HALF, BLOCK), boxes[None, None, half, 0, at.stage], pipe.full.of(at))
                     at = advance(at, self.config.stages)
-
-    # -- the MMA warps -------------------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def compute(self, call: Call, storage: Any, given: Any, warp: Int32):
-        """Runs an MMA warp, which computes every other tile."""
-        c = self.config
-        wg = warp // 4
-        thread = cute.arch.thread_idx()[0] % 128
-        pipe, sums = self.pipe(storage), self.sums(storage)
-        mine = call.mma.get_slice(0)
-        left = mine.make_fragment_A(mine.partition_A(self.ring.tiles(storage.ring)))
-        right = mine.make_fragment_B(mine.partition_B(self.columns.tiles(storage.columns)))
-        acc = cute.make_rmem_tensor(mine.partition_shape_C((TILE, c.tokens)), Float32)
-        kept = self.begin(call, storage, given, warp)
-        own = call.rank * (SHARE // 2) + thread % (SHARE // 2)  # the thread's row in both halves of a tile
-        for tile in cutlass.range(wg, call.tiles, WARPGROUPS, unroll=1):
-            acc.fill(0.0)
-            for block in cutlass.range(call.blocks, unroll=1):
-                at = self.stage_of(call, tile, block)
-                pipe.wait(at)
-                start_mma(call.mma, acc, left[None, None, None, at.stage], right[None, None, None, block], True)
-                warpgroup.wait_group(0)
-                pipe.release(at)
-            turn = tile // WARPGROUPS
-            sums.acquire(Cursor(wg, (turn + 1) % 2))
-            self.send(call, storage, acc, warp)
-            row, other = (self.row_of(call.first + tile, Int32(half)) + own for half in range(2))
-            tokens = [thread // (SHARE // 2) + 32 * each for each in range(self.turns)]
-            operands = [self.prepare(call, storage, given, kept, row, other, tokens[each], each) for each in range(self.turns)]
-            sums.wait(Cursor(wg, turn % 2))
-            following = tile + WARPGROUPS < call.tiles
-            if (thread == 0) & following:  # before any CTA may send again
-                sums.commit(Cursor(wg, turn % 2), c.sent_bytes)
-            both = [self.added(storage, wg, thread % (SHARE // 2), token) for token in tokens]
-            if following:
-                cute.arch.barrier(barrier_id=_ADDED + wg, number_of_threads=128)
-                if thread < CLUSTER:
-                    arrive_at(sums.empty.of(Cursor(wg, Int32(0))).toint(), thread)
-            for each in cutlass.range_constexpr(self.turns):
-                self.finish(call, given, kept, row, other, tokens[each], each, both[each], operands[each])
 
     def stage_of(self, call: Call, tile: Int32, block: Int32) -> Cursor:
         """Returns the cursor of a block of a tile in the ring of weights, for the warpgroup that reads it; see `load`."""
         first = tile // WARPGROUPS * WARPGROUPS
         index = first * call.blocks + block * cutlass.min(call.tiles - first, WARPGROUPS) + tile % WARPGROUPS
         return nth_to_read(index, self.config.stages)
-
-    def buffer_at(self, storage: Any, wg: Int32) -> Int32:
-        """Returns the shared address of a warpgroup's buffer of partial sums: float32 ``[CTA of the cluster][half][row of four]
-        [token]``, where tokens stand in the order of accumulators, see `place_of`."""
-        return storage.buffers.data_ptr().toint() + wg * (self.config.buffer_floats * 4)
-
-    def place_of(self, token: Int32) -> Int32:
-        """Returns a token's place in a row of a buffer. A thread has four of sixteen tokens: neighbours of both groups of
-        eight."""
-        return token // 16 * 16 + token % 8 // 2 * 4 + token % 16 // 8 * 2 + token % 2
-
-    @cute.jit
-    def send(self, call: Call, storage: Any, acc: cute.Tensor, warp: Int32):
-        """Sends each CTA of the cluster this CTA's partial sums of the rows that the receiver writes."""
-        c = self.config
-        lane, wg = cute.arch.lane_idx(), warp // 4
-        row = lane // 4
-        barrier = self.sums(storage).full.of(Cursor(wg, Int32(0))).toint()
-        half = warp % 4 // 2  # of the tile; a warp has 16 rows
-        place = (call.rank * 2 + half) * (SHARE // 2) + row % 4
-        to = self.buffer_at(storage, wg) + (place * c.pitch + lane % 4 * 4) * 4
-        for eight in cutlass.range_constexpr(2):  # of the warp's rows
-            rank = warp % 2 * 4 + 2 * eight + row // 4
-            there, arrived = of_rank(to, rank), of_rank(barrier, rank)
-            for sixteen in cutlass.range_constexpr(c.tokens // 16):
-                values = [acc[4 * (2 * sixteen + j) + 2 * eight + column] for j in range(2) for column in range(2)]
-                send_four(there + sixteen * 64, values, arrived)
-
-    def added(self, storage: Any, wg: Int32, row: Int32, token: Int32) -> list:
-        """Returns the sums of the cluster's partial sums of a row of both halves for a token, added in a fixed order."""
-        c = self.config
-        # Threads without a token read the last one.
-        at = self.buffer_at(storage, wg) + (row * c.pitch + self.place_of(cutlass.min(token, c.tokens - 1))) * 4
-        totals = [Float32(0.0)] * 2
-        for rank in range(CLUSTER):
-            for half in range(2):
-                totals[half] += load_floats("shared", at + (rank * 2 + half) * (SHARE // 2 * c.pitch * 4), 1)
-        return totals
 
     def mma(self) -> cute.TiledMma:
         """Returns the tiled wgmma of a tile by all tokens."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tokenspeed_kernel_nvidia.sm90.gemm.split_k import config as split_k
 
 TOKENS = (16, 32)  # numbers of tokens of a cluster for which kernels are compiled
-ROOMS = tuple(room for room in split_k.ROOMS if room <= 8)  # the ring then holds the router weights of all blocks of a CTA
+ROOMS = (6, 8)  # numbers of k blocks of a CTA for which kernels are compiled; 6 for a hidden size of 2880
 TILES = 2  # maximum number of tiles of 64 experts: one for each warpgroup
 MAX_EXPERTS = TILES * split_k.TILE
 MAX_TOP_K = 32  # lanes of a warp, which hold a token's selected experts
@@ -34,10 +34,13 @@ def config_of(dtype: str, tokens: int, hidden: int, clusters: int) -> RouteConfi
     """Returns the configuration for a call.
 
     Args:
+        hidden: elements of a token, at most `MAX_HIDDEN`.
         clusters: the number of clusters that run at once.
     """
     found = [each for each in TOKENS if tokens <= each * clusters]
-    return RouteConfig(dtype, found[0] if found else max(TOKENS), split_k.room_of(hidden))
+    blocks = -(-hidden // split_k.BLOCK)
+    room = min(room for room in ROOMS if room * split_k.CLUSTER >= blocks)
+    return RouteConfig(dtype, found[0] if found else max(TOKENS), room)
 
 
 def every_config() -> list[RouteConfig]:

@@ -1,4 +1,9 @@
-"""Residual add, RMSNorm, router and top-k of up to 256 tokens, fused in one kernel on Hopper. See `kernel_device`."""
+"""Residual add, RMSNorm, router and top-k of 9 to 256 tokens, fused in one kernel on Hopper. See `kernel_device`.
+
+GPT-OSS-120B's sizes (hidden size 2880, 128 experts, top-4) with residual and bias, H200, cold L2, us per call back to back for 9,
+16, 32, 64, 128 and 256 tokens: 4.9, 5.0, 5.1, 5.3, 5.4, 7.4. The portable kernel takes 6.5 and 7.8 us for 9 and 16 tokens. For more
+tokens, the separate kernels take 9.7, 9.9, 10.3 and 10.8 us.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +35,11 @@ from tokenspeed_kernel_nvidia.sm90.moe.route.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
-# The priority is below that of the composition of separate kernels: this kernel has not been measured yet. `Priority.SPECIALIZED`
-# prefers it.
-PRIORITY = Priority.COMPOSED - 1
+# With fewer tokens, the portable kernel is at least as fast: in another run, it took 4.9 us for 8 tokens and 4.3 us for one.
+LEAST_TOKENS = 9
 
 
-def usual_configs() -> list[RouteConfig]:
-    """Returns the configurations that calls use which name no kernel: none while other kernels are preferred."""
-    return every_config() if PRIORITY >= Priority.PERFORMANT else []
-
-
-@program(arch=ARCH, configs=every_config, usual=usual_configs)
+@program(arch=ARCH, configs=every_config)
 def rmsnorm_moe_topk_program(config: RouteConfig) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe.route import kernel_device
 
@@ -119,7 +118,7 @@ register_kernel(
     capability=CUTEDSL_HOPPER,
     signatures={format_signature(x=_BF16, router_weight=_BF16)},
     traits={
-        "tokens": at_most(MAX_TOKENS),
+        "tokens": at_least(LEAST_TOKENS) & at_most(MAX_TOKENS),
         "hidden": at_least(8) & at_most(MAX_HIDDEN) & multiple_of(8),
         "num_experts": at_most(MAX_EXPERTS),
         "top_k": at_most(MAX_TOP_K),
@@ -127,6 +126,6 @@ register_kernel(
         "router_bias": any,
         "renormalize": True,
     },
-    priority=PRIORITY,
+    priority=Priority.SPECIALIZED,
     tags={"determinism"},
 )(rmsnorm_moe_topk)
