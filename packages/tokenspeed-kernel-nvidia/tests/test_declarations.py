@@ -135,10 +135,11 @@ def test_as_many_new_tokens_as_there_are_rows_for(registered: KernelRegistry, he
 
 
 def _ours(explained: Explanation) -> str:
-    """Returns the name of this package's preferred eligible kernel for a call, or an empty string. Selection may prefer a kernel of
-    another package."""
-    specs = [v.spec for v in explained.verdicts if v.accepted and v.spec.solution == "cutedsl"]
-    return max(specs, key=lambda spec: spec.priority).name if specs else ""
+    """Returns the name of this package's eligible kernel for a call, or an empty string. Selection may prefer a kernel of another
+    package."""
+    names = [v.spec.name for v in explained.verdicts if v.accepted and v.spec.solution == "cutedsl"]
+    assert len(names) <= 1
+    return "".join(names)
 
 
 def _gemm(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "sm_90", **options: Any) -> str:
@@ -148,18 +149,60 @@ def _gemm(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "
 
 
 def test_gemms_of_few_rows(registered: KernelRegistry) -> None:
-    """Asserts that calls are eligible with up to 16 rows of multiples of 16 bytes, with any bias, and with float32 results. Calls
-    with up to 64 rows are eligible if the result has the operands' dtype."""
+    """Asserts that calls are eligible with up to 16 rows of multiples of 16 bytes, with any bias, and with float32 results."""
     for m in (1, 8, 16):
         assert _gemm(m, 72) == "cutedsl_mm_bfloat16"
         assert _gemm(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
         assert _gemm(m, 72, bias=torch.zeros(48)) == "cutedsl_mm_bfloat16"
         assert _gemm(m, 72, platform="sm_80") == ""
-    assert _gemm(17, 72) == _gemm(64, 72) == "cutedsl_mm_split_k_narrow_bfloat16"
-    assert _gemm(17, 72, out_dtype=torch.float32) == _gemm(65, 72) == ""
+    assert _gemm(17, 72) == ""
     assert _gemm(1, 76) == ""
     assert _gemm(1, 72, torch.float32) == ""
     assert _gemm(1, 72, out_dtype=torch.float16) == ""
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "preferred"),
+    [
+        (17, 4096, 2880, True),
+        (32, 3080, 2048, True),
+        (16, 4096, 2880, False),
+        (33, 4096, 2880, False),
+        (32, 4104, 2880, False),
+        (32, 2880, 2880, False),
+        (32, 4096, 2888, False),
+        (32, 4096, 2040, False),
+    ],
+)
+def test_gemms_with_k_split_over_a_cluster(registered: KernelRegistry, m: int, k: int, n: int, preferred: bool) -> None:
+    """Asserts that the kernel is preferred for 17 to 32 rows and sizes up to the measured size, and not eligible otherwise."""
+    for dtype, name in ((torch.bfloat16, "cutedsl_mm_split_k_bfloat16"), (torch.float16, "cutedsl_mm_split_k_float16")):
+        a, weight, bias = (torch.zeros(shape, dtype=dtype) for shape in ((m, k), (n, k), (n,)))
+        with use_platform(named_platform("sm_90")):
+            explained = tokenspeed_kernel.mm.explain(a, weight.t(), bias=bias)
+            wide = tokenspeed_kernel.mm.explain(a, weight.t(), out_dtype=torch.float32)
+        assert (explained.chosen.name == _ours(explained) == name) == preferred
+        assert not _ours(wide).startswith("cutedsl_mm_split_k")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "experts", "chosen"),
+    [
+        (8, 2880, 128, "triton"),
+        (9, 2880, 128, "cutedsl"),
+        (256, 4096, 128, "cutedsl"),
+        (257, 2880, 128, "composed"),
+        (17, 4104, 128, "composed"),
+        (16, 2880, 129, "triton"),
+        (40, 2884, 32, "composed"),
+    ],
+)
+def test_routers(registered: KernelRegistry, tokens: int, hidden: int, experts: int, chosen: str) -> None:
+    """Asserts that the fused router is preferred for 9 to 256 tokens."""
+    x, norm, router = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((tokens, hidden), (hidden,), (experts, hidden)))
+    with use_platform(named_platform("sm_90")):
+        explained = tokenspeed_kernel.rmsnorm_moe_topk.explain(x, norm, router.t(), 4, eps=1e-5, residual=x)
+    assert explained.chosen.name == f"{chosen}_rmsnorm_moe_topk"
 
 
 def test_gemms_with_few_columns_are_preferred(registered: KernelRegistry) -> None:

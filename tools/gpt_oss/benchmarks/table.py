@@ -3,9 +3,10 @@
     python tools/gpt_oss/benchmarks/table.py            # prints them
     python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
 
-``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_20b.json``, ``h200_variants.json``, ``h200_fp8_activations.json``
-and ``h200_dense.json`` are results of ``python -m gpt_oss benchmark``. ``beside_vllm.json`` is a result of `beside_vllm.py`.
-Missing results are omitted.
+Most files are results of ``python -m gpt_oss benchmark``: ``h200_few.json`` and ``h200_two.json`` (one, two and four sequences),
+``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_20b_one.json``, ``h200_20b.json``, ``h200_variants.json``,
+``h200_fp8_activations.json`` and ``h200_dense.json``. ``beside_vllm.json`` is a result of `beside_vllm.py`. Missing results are
+omitted. A decode step that several results have is shown from the first of them.
 """
 
 from __future__ import annotations
@@ -50,15 +51,19 @@ def _bar(bars: Mapping[tuple[int, int], float], result: dict[str, Any], batch: i
 def decode(results: list[dict[str, Any]]) -> list[str]:
     """Returns the table of decode steps: one line per batch and context, for the first variant."""
     lines = [
-        "| batch | context | tokens are | ms a step | bar | ms bare | engine / bare | experts a layer | ms floor | tokens/s |",
-        "|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| batch | context | commit | tokens are | ms a step | bar | ms bare | engine / bare | experts a layer | ms floor | tokens/s |",
+        "|--:|--:|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
+    seen = set()
     for result in results:
         chosen = "sampled" if result["workload"]["temperature"] else "greedy"
         for row in next(iter(result["variants"].values()))["decode"]:
+            if (step := (row["batch"], row["context"], chosen)) in seen:
+                continue
+            seen.add(step)
             bar, floor = _bar(STEP_BARS, result, row["batch"], row["context"]), row["milliseconds_floor"]
             lines.append(
-                f"| {row['batch']} | {row['context']} | {chosen} | {row['milliseconds_a_step']:.3f} | "
+                f"| {row['batch']} | {row['context']} | {result['metadata']['git_commit'][:8]} | {chosen} | {row['milliseconds_a_step']:.3f} | "
                 f"{'' if bar is None else f'{bar:g}'} | {row['milliseconds_bare']:.3f} | {row['over_bare']:.3f} | "
                 f"{row['experts_a_layer']:.1f} | {'' if floor is None else f'{floor:.2f}'} | {row['tokens_per_second']:.0f} |"
             )
@@ -178,9 +183,10 @@ def _is_steady(seconds: Sequence[float]) -> bool:
 def section() -> str:
     """Returns the text between the README's two markers."""
     lines: list[str] = []
+    few = list(_results("h200_few", "h200_two"))
     measured = list(_results("h200", "h200_greedy", "h200_long"))
     if measured:
-        lines += made_on(measured[0]) + decode(measured) + [""] + prefill(measured[:1])
+        lines += made_on(measured[0]) + decode(few + measured) + [""] + prefill(measured[:1])
         lines += [
             "",
             "For each family of operators: the total time of its calls in one pass, timed in isolation with cold caches, then",
@@ -188,11 +194,13 @@ def section() -> str:
             "*bare* is the time of the whole pass without the engine. All times are in µs:",
             "",
         ]
-        lines += operators(measured[:1])
+        lines += operators(few + measured[:1])
         if len(measured[0]["variants"]) > 1:
             lines += ["", "The variants of these passes:", "", *variants(measured[0])]
-    for result in _results("h200_20b"):
-        lines += ["", "GPT-OSS-20B:", "", f"`{result['metadata']['command']}`", "", *decode([result]), "", *prefill([result])]
+    small = list(_results("h200_20b_one", "h200_20b"))
+    if small:
+        last = small[-1]
+        lines += ["", "GPT-OSS-20B:", "", f"`{last['metadata']['command']}`", "", *decode(small), "", *prefill([last])]
     for result in _results("h200_variants", "h200_fp8_activations", "h200_dense"):
         lines += [
             "",
