@@ -53,9 +53,9 @@ def test_a_result_in_tables(program: ModuleType, result: dict[str, Any], tmp_pat
     assert "commit 0123456789ab" in text
     assert "`the command`" in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    assert all(len(row) in (10, 9, 8, 6, 4) for row in rows)
+    assert all(len(row) in (11, 9, 8, 6, 4) for row in rows)
     step = result["variants"]["optimised"]["decode"][1]
-    assert ["2", "9", "sampled", f"{step['milliseconds_a_step']:.3f}", ""] in [row[:5] for row in rows]
+    assert ["2", "9", "01234567", "sampled", f"{step['milliseconds_a_step']:.3f}", ""] in [row[:6] for row in rows]
     assert [row[-1] for row in rows if row[0] == "decode, batch 2, context 9"] == ["1000.00"]
     assert [len(row) for row in rows if row[0] == "fp8-cache"] == [6, 8, 8, 6]
     assert [row[3] for row in rows if row[0] in ("optimised", "fp8-cache") and len(row) == 8] == [
