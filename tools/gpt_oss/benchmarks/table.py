@@ -51,7 +51,8 @@ def _bar(bars: Mapping[tuple[int, int], float], result: dict[str, Any], batch: i
 def decode(results: list[dict[str, Any]]) -> list[str]:
     """Returns the table of decode steps: one line per batch and context, for the first variant."""
     lines = [
-        "| batch | context | commit | tokens are | ms a step | bar | ms bare | engine / bare | experts a layer | ms floor | tokens/s |",
+        "| batch | context | commit | tokens are | ms a step | bar | ms bare | engine / bare "
+        "| experts a layer | ms floor | tokens/s |",
         "|--:|--:|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     seen = set()
@@ -63,8 +64,8 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
             seen.add(step)
             bar, floor = _bar(STEP_BARS, result, row["batch"], row["context"]), row["milliseconds_floor"]
             lines.append(
-                f"| {row['batch']} | {row['context']} | {result['metadata']['git_commit'][:8]} | {chosen} | {row['milliseconds_a_step']:.3f} | "
-                f"{'' if bar is None else f'{bar:g}'} | {row['milliseconds_bare']:.3f} | {row['over_bare']:.3f} | "
+                f"| {row['batch']} | {row['context']} | {result['metadata']['git_commit'][:8]} | {chosen} | "
+                f"{row['milliseconds_a_step']:.3f} | {'' if bar is None else f'{bar:g}'} | {row['milliseconds_bare']:.3f} | {row['over_bare']:.3f} | "
                 f"{row['experts_a_layer']:.1f} | {'' if floor is None else f'{floor:.2f}'} | {row['tokens_per_second']:.0f} |"
             )
     return lines
