@@ -66,7 +66,8 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 f"| {row['batch']} | {row['context']} | {result['metadata']['git_commit'][:8]} | {chosen} | "
                 f"{row['milliseconds_a_step']:.3f} | {'' if bar is None else f'{bar:g}'} | "
-                f"{row['milliseconds_bare']:.3f} | {row['over_bare']:.3f} | {row['experts_a_layer']:.1f} | {'' if floor is None else f'{floor:.2f}'} | {row['tokens_per_second']:.0f} |"
+                f"{row['milliseconds_bare']:.3f} | {row['over_bare']:.3f} | {row['experts_a_layer']:.1f} | "
+                f"{'' if floor is None else f'{floor:.2f}'} | {row['tokens_per_second']:.0f} |"
             )
     return lines
 
