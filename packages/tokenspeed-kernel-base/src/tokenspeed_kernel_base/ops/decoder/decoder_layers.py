@@ -471,9 +471,11 @@ def _(
         layers, _, _, kv_heads, head_dim = k_cache.shape
         paging, held = _paging(variation.draw, variation.values("kv_lens", batch, width * page_size), page_size, width)
         windows, (heads,) = variation.values("windows", layers, -1), variation.values("heads", 1, kv_heads)
-        given = map(bool, variation.values("given", 3, 1))
+        sinks, bias, router_bias = map(bool, variation.values("given", 3, 1))
         sizes, options = drawn_as(plan)
-        drawn = _drawn_layers(variation.draw, windows, heads, kv_heads, head_dim, sizes, *given, options, shared=True)
+        drawn = _drawn_layers(
+            variation.draw, windows, heads, kv_heads, head_dim, sizes, sinks, bias, router_bias, options, shared=True
+        )
         paging["slot_mapping"] = paging["slot_mapping"].to(slot_mapping.dtype)
         return {**drawn, **paging, **_caches(variation.draw, held, layers, kv_heads, head_dim, k_cache.dtype)}
     if variation.want is Want.UNUSED or not cache_seqlens.numel():

@@ -105,8 +105,9 @@ class DecoderWeights(Resource):
         layers = []
         for layer in self.layers:
             if id(layer.experts) not in experts:
-                experts[id(layer.experts)] = dataclasses.replace(layer.experts, **_converted(layer.experts, EXPERTS, convert))
-            dense = _converted(layer, DENSE, convert)
+                tensors: dict[str, Any] = _converted(layer.experts, EXPERTS, convert)
+                experts[id(layer.experts)] = dataclasses.replace(layer.experts, **tensors)
+            dense: dict[str, Any] = _converted(layer, DENSE, convert)
             layers.append(dataclasses.replace(layer, **dense, experts=experts[id(layer.experts)]))
         return DecoderWeights(layers)
 
