@@ -582,7 +582,7 @@ def test_published_signatures() -> None:
         assert hasattr(selection, name)
     assert list(inspect.signature(selection.SelectedKernel).parameters)[:2] == ["name", "impl"]
     assert list(inspect.signature(CapabilityRequirement).parameters) == [
-        "min_arch_version", "max_arch_version", "required_features", "vendors", "probe"
+        "min_arch_version", "max_arch_version", "required_features", "vendors", "probe", "min_sms"
     ]  # fmt: skip
 
 
