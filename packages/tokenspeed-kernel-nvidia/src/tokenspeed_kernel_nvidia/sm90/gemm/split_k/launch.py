@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.alignment import aligned
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
+from tokenspeed_kernel_base.traits import between, multiple_of
 from tokenspeed_kernel_nvidia._machine import clusters_at_once
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
@@ -94,9 +94,9 @@ for _dtype, _name in DTYPES.items():
         capability=CUTEDSL_HOPPER,
         signatures={format_signature(a=_operand, b=_operand)},
         traits={
-            "m": at_least(LEAST_ROWS) & at_most(MAX_TOKENS),
-            "n": at_least(N[0]) & at_most(N[1]),
-            "k": at_least(LEAST_K) & at_most(MAX_K) & multiple_of(8),
+            "m": between(LEAST_ROWS, MAX_TOKENS),
+            "n": between(*N),
+            "k": between(LEAST_K, MAX_K) & multiple_of(8),
             "out_dtype": _name,
             "bias": any,
             "wide_bias": any,

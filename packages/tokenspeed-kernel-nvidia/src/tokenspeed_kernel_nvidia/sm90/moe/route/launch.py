@@ -1,4 +1,4 @@
-"""Residual add, RMSNorm, router and top-k of 9 to 256 tokens, fused in one kernel on Hopper. See `kernel_device`.
+"""Residual add, RMSNorm, router and top-k of up to 256 tokens, fused in one kernel on Hopper. See `kernel_device`.
 
 GPT-OSS-120B's sizes (hidden size 2880, 128 experts, top-4) with residual and bias, H200, cold L2, us per call back to back for 9,
 16, 32, 64, 128 and 256 tokens: 4.9, 5.0, 5.1, 5.3, 5.4, 7.4. The portable kernel takes 6.5 and 7.8 us for 9 and 16 tokens. For more
@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.alignment import aligned, is_aligned
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
+from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of
 from tokenspeed_kernel_nvidia._machine import clusters_at_once
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
@@ -35,7 +35,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.route.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
-# With fewer tokens, the portable kernel is at least as fast: in another run, it took 4.9 us for 8 tokens and 4.3 us for one.
+# With fewer tokens, the portable kernel is at least as fast, and preferred: in another run, it took 4.9 us for 8 tokens and 4.3 us
+# for one.
 LEAST_TOKENS = 9
 
 
@@ -110,22 +111,26 @@ def rmsnorm_moe_topk(
 
 
 _BF16 = dense_tensor_format(torch.bfloat16)
-register_kernel(
-    "moe",
-    "rmsnorm_moe_topk",
-    name="cutedsl_rmsnorm_moe_topk",
-    solution="cutedsl",
-    capability=CUTEDSL_HOPPER,
-    signatures={format_signature(x=_BF16, router_weight=_BF16)},
-    traits={
-        "tokens": at_least(LEAST_TOKENS) & at_most(MAX_TOKENS),
-        "hidden": at_least(8) & at_most(MAX_HIDDEN) & multiple_of(8),
-        "num_experts": at_most(MAX_EXPERTS),
-        "top_k": at_most(MAX_TOP_K),
-        "residual": any,
-        "router_bias": any,
-        "renormalize": True,
-    },
-    priority=Priority.SPECIALIZED,
-    tags={"determinism"},
-)(rmsnorm_moe_topk)
+for _name, _tokens, _priority in (
+    ("cutedsl_rmsnorm_moe_topk", between(LEAST_TOKENS, MAX_TOKENS), Priority.SPECIALIZED),
+    ("cutedsl_rmsnorm_moe_topk_few", at_most(LEAST_TOKENS - 1), Priority.COMPOSED - 1),
+):
+    register_kernel(
+        "moe",
+        "rmsnorm_moe_topk",
+        name=_name,
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures={format_signature(x=_BF16, router_weight=_BF16)},
+        traits={
+            "tokens": _tokens,
+            "hidden": at_least(8) & at_most(MAX_HIDDEN) & multiple_of(8),
+            "num_experts": at_most(MAX_EXPERTS),
+            "top_k": at_most(MAX_TOP_K),
+            "residual": any,
+            "router_bias": any,
+            "renormalize": True,
+        },
+        priority=_priority,
+        tags={"determinism"},
+    )(rmsnorm_moe_topk)
