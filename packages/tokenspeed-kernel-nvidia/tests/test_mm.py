@@ -34,10 +34,12 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm as launcher_of_mm
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import CLUSTER as SPLIT
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import MOST_ROWS, SplitConfig, every_split_config, is_split, split_of
+from tokenspeed_kernel_nvidia.sm90.gemm.split_k.launch import mm as launcher_of_split_k
 
 from .launched import as_operator
 
 mm = as_operator(launcher_of_mm)
+mm_split_k = as_operator(launcher_of_split_k)
 
 DTYPES = sorted(HALVES, key=str)
 SINGLE = torch.float32
@@ -73,12 +75,13 @@ def _run(
     n: int,
     dtype: torch.dtype = torch.bfloat16,
     bias: torch.dtype | None = None,
+    kernel: Any = mm,
     **options: Any,
 ) -> Tensor:
     a, weight = _numbers(device, m, k, dtype=dtype), _numbers(device, n, k, dtype=dtype, seed=1, scale=k**-0.5)
     given = None if bias is None else _numbers(device, n, dtype=bias)
     out = torch.full((m, n), torch.nan, dtype=options.get("out_dtype") or dtype, device=device)
-    got = mm(a, weight.t(), bias=given, out=out, **options)
+    got = kernel(a, weight.t(), bias=given, out=out, **options)
     assert got is out
     _check(got, _wanted(a, weight.t(), given))
     return got
@@ -97,6 +100,13 @@ def test_rows(sm90: torch.device, dtype: torch.dtype, m: int) -> None:
 @pytest.mark.parametrize("m", [1, 16])
 def test_shapes_of_models(sm90: torch.device, m: int, k: int, n: int) -> None:
     _run(sm90, m, k, n, bias=torch.bfloat16)
+
+
+@pytest.mark.parametrize("bias", [None, "own", SINGLE], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_k_split_over_a_cluster(sm90: torch.device, dtype: torch.dtype, bias: Any) -> None:
+    for m, k, n in ((17, 4096, 2880), (32, 4096, 2880), (32, 3080, 2048), (25, 3208, 2501)):
+        _run(sm90, m, k, n, dtype, dtype if bias == "own" else bias, kernel=mm_split_k)
 
 
 @pytest.mark.parametrize("k", [8, 16, 24, 40, 64, 504, 512, 520, 1016, 1024, 1032, 2048, 2056, 4096, 4104, 9000])
