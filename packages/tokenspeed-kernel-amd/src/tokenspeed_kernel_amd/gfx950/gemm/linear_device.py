@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
-from tokenspeed_kernel_amd.gfx950.gemm.mm_device import (
+from tokenspeed_kernel_amd.gfx950.gemm.operands_device import (
     STEP,
     accumulator_layout,
     bytes_of,

@@ -12,7 +12,8 @@ Other operands, such as a b whose rows are contiguous, are copied first.
 * Few rows (at most 64): a tile has few columns, so that most CUs have one. Four waves divide each block of k, and add their
   accumulators at the end. L2 bandwidth limits a workgroup.
 * Many rows: waves divide a tile of 128 x 128. The bandwidths of L2 and LDS and the rate of the MFMAs limit such a tile alike. If
-  there are more tiles than CUs, a CU has two workgroups of 4 waves; otherwise one of 8 waves, with a longer ring.
+  there are more tiles than CUs, a CU has two workgroups of 4 waves. Otherwise, it has one, whose waves read the next block of k
+  from LDS during the MFMAs of a block. 8 waves would read 1.5 times as many bytes from LDS.
 
 Split-K: if there are few tiles and k is long, several workgroups share a tile. Each writes a partial result in fp32. The last
 workgroup to arrive at a counter adds them in the order of k. So there is one launch, and results are bitwise reproducible.
@@ -93,6 +94,8 @@ class Config(NamedTuple):
         chunk: elements of k whose scales are in LDS, a multiple of block_k and of 512.
         waves_per_simd: the occupancy that the compiler allocates registers for. With 2, it uses no AGPRs: otherwise it would
             reserve half of the registers for them.
+        parts_m, parts_n: numbers of parts of the rows and columns whose MFMAs alternate with copies and reads of later blocks of k;
+            0: MFMAs of a block follow its reads.
     """
 
     block_m: int
@@ -104,6 +107,8 @@ class Config(NamedTuple):
     stages: int
     chunk: int
     waves_per_simd: int = 1
+    parts_m: int = 0
+    parts_n: int = 0
 
 
 class Operand(NamedTuple):
@@ -123,7 +128,7 @@ class Partial(NamedTuple):
     """The splits' partial results.
 
     Attributes:
-        results: float32 [tiles, splits, block_m * block_n], in the order of `mm_device.fragment_offsets`.
+        results: float32 [tiles, splits, block_m * block_n], in the order of `result_device.fragment_offsets`.
         arrived: int32 [tiles], how many splits have stored their partial result; 0 before and after a launch.
     """
 
@@ -162,9 +167,9 @@ class Shape(NamedTuple):
     out_stride: int
 
 
-def config_of(m: int, n: int, compute_units: int, pair_bytes: int) -> Config:
+def config_of(m: int, n: int, compute_units: int, pair_bytes: int, block_scales: bool = False) -> Config:
     """Selects the tile. ``pair_bytes``: bytes of two elements of the wider operand: 1 if both operands are mxfp4, otherwise 2; 4
-    for 16-bit floats, with at most 64 rows."""
+    for 16-bit floats, with at most 64 rows. ``block_scales``: whether blocks of 128 elements have float32 scales."""
     if m <= 64:
         block_m = max(16, 1 << (m - 1).bit_length())
         # Three stages of 64 rows and 64 columns would not fit into LDS, nor would two rings of 64 columns of 16-bit floats.
@@ -180,7 +185,9 @@ def config_of(m: int, n: int, compute_units: int, pair_bytes: int) -> Config:
     if tiles > compute_units:
         return Config(128, 128, block_k, 2, 2, 1, 2, 1024, 2)
     if 2 * tiles > compute_units:
-        return Config(128, 128, block_k, 4, 2, 1, 3, 1024, 2)
+        if block_scales:
+            return Config(128, 128, block_k, 4, 2, 1, 3, 1024, 2)
+        return Config(128, 128, block_k, 2, 2, 1, 4, 1024, parts_m=2, parts_n=4)
     return Config(64, 64, block_k, 2, 2, 1, 4, 1024)
 
 
@@ -279,7 +286,8 @@ def launch(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, k: int, a_f
     m, n = out.shape
     compute_units = current_compute_units()
     pair_bytes = max(PAIR_BYTES[a_format], PAIR_BYTES[b_format])
-    config = config_of(m, n, compute_units, pair_bytes)
+    scales = scales_of(a, b)
+    config = config_of(m, n, compute_units, pair_bytes, scales == "blocks")
     tiles_m = -(-m // config.block_m)
     tiles = tiles_m * -(-n // config.block_n)
     splits, split_k = splits_of(config, tiles, k, compute_units, pair_bytes)
@@ -287,7 +295,7 @@ def launch(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, k: int, a_f
     blocks = -(-split_k // config.block_k)
     config = config._replace(chunk=chunk, stages=min(config.stages, blocks))
     shape = Shape(
-        n, k, split_k, splits, k % split_k != 0, tiles_m == 1, scales_of(a, b),
+        n, k, split_k, splits, k % split_k != 0, tiles_m == 1, scales,
         a_format, b_format, a.codes.stride(0), b.codes.stride(0),
         line_stride(a.scale), line_stride(b.scale), in_words(a.scale), in_words(b.scale), out.stride(0),
     )  # fmt: skip
