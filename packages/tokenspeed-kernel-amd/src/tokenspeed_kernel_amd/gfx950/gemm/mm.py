@@ -96,6 +96,8 @@ class Config(NamedTuple):
             reserve half of the registers for them.
         parts_m, parts_n: numbers of parts of the rows and columns whose MFMAs alternate with copies and reads of later blocks of k;
             0: MFMAs of a block follow its reads.
+        folds: number of slices of k that are further lines of the tile's operands. The result has a block for each pair of slices;
+            the blocks of equal slices are added. Rows of an MFMA that would repeat few tokens then contain other slices of k.
     """
 
     block_m: int
@@ -109,6 +111,7 @@ class Config(NamedTuple):
     waves_per_simd: int = 1
     parts_m: int = 0
     parts_n: int = 0
+    folds: int = 1
 
 
 class Operand(NamedTuple):

@@ -26,7 +26,7 @@ from tokenspeed_kernel_amd.gfx950.gemm.operands_device import (
     store_chunk,
     unit_scales,
 )
-from tokenspeed_kernel_amd.gfx950.gemm.result_device import fragment_offsets, load_factors, merge, store_tile
+from tokenspeed_kernel_amd.gfx950.gemm.result_device import fragment_offsets, load_factors, merge, store_tile, sum_of_waves
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
 
 XCDS = gl.constexpr(8)
@@ -107,7 +107,7 @@ def multiply(a, b, a_scales, b_scales, mfma: gl.constexpr, config: gl.constexpr,
                 a_words, b_words = load_chunk(a_scales, b_scales, last // per_chunk + 1)
         copies.wait_group(blocks - 1 - last)
         acc = add_block(acc, a, b, a_scales, b_scales, last % stages, last % per_chunk, config, shape)
-    return acc if config.waves_k == 1 else gl.sum(acc, axis=0)
+    return acc if config.waves_k == 1 else sum_of_waves(acc)
 
 
 @gluon.jit(do_not_specialize=["m", "per_xcd"])

@@ -68,7 +68,7 @@ def empty_accumulator(mfma: gl.constexpr, config: gl.constexpr):
     if config.waves_k == 1:
         acc = gl.zeros([config.block_m, config.block_n], gl.float32, mfma)
     else:
-        acc = gl.zeros([config.waves_k, config.block_m, config.block_n], gl.float32, mfma)
+        acc = gl.zeros([config.waves_k, config.block_m, config.folds * config.block_n], gl.float32, mfma)
     return acc
 
 
@@ -104,6 +104,13 @@ def swizzled_place(lines: gl.constexpr, size: gl.constexpr, layout: gl.constexpr
         mask ^= (line >> bit & 1) * MASKS[bit]
     place = gl.arange(0, size, gl.SliceLayout(0, layout))[None, :] ^ mask[:, None]
     return gl.max_contiguous(gl.multiple_of(place, [1, 16]), [1, 16])
+
+
+@gluon.constexpr_function
+def fold_length(k, config):
+    """Elements of k per fold, see `Config`."""
+    each = config.folds * config.block_k
+    return (k + each - 1) // each * config.block_k
 
 
 @gluon.constexpr_function
@@ -163,7 +170,7 @@ class Scales:
     Attributes:
         base: pointer to the first scale of the tile's first line, in the workgroup's split of k; or to its first word.
         offsets: int32 [lines, scales or words of a chunk], the offsets of the first chunk from ``base``.
-        place: int32 [1, scales or words of a chunk], the index of each of these within its line.
+        place: int32 [1 or lines, scales or words of a chunk], the index of each of these within its line.
         end: number of scales or words from ``base`` to the end of k.
         shared: LDS, int32 [steps / waves_k, waves_k * lines]. A word has a line's scales of one step.
         waves_k, layout: as in `Lines`.
@@ -190,14 +197,17 @@ def open_lines(operand, count, first, split, mfma: gl.constexpr, INDEX: gl.const
     """
     format: gl.constexpr = shape.b_format if INDEX else shape.a_format
     stride: gl.constexpr = shape.b_stride if INDEX else shape.a_stride
-    lines: gl.constexpr = config.block_n if INDEX else config.block_m
+    block: gl.constexpr = config.block_n if INDEX else config.block_m
+    lines: gl.constexpr = block * config.folds
     waves_k: gl.constexpr = config.waves_k
     size: gl.constexpr = bytes_of(config.block_k // waves_k, format)
+    fold: gl.constexpr = bytes_of(fold_length(shape.k, config), format)
     copy: gl.constexpr = line_copy_layout(waves_k * lines, size, gl.num_warps())
     # Lines beyond the last one repeat it.
     row = gl.arange(0, waves_k * lines, gl.SliceLayout(1, copy))
-    line = gl.minimum(row % lines, count - 1 - first)
-    place = swizzled_place(waves_k * lines, size, copy) + (row // lines * size)[:, None]
+    line = gl.minimum(row % block, count - 1 - first)
+    begin = row // lines * size + row // block % config.folds * fold
+    place = swizzled_place(waves_k * lines, size, copy) + begin[:, None]
     return Lines(
         operand.codes + gl.to_tensor(first).to(gl.int64) * stride + split * bytes_of(shape.split_k, format),
         line[:, None] * stride + place,
@@ -216,12 +226,16 @@ def open_scales(operand, count, first, split, layout: gl.constexpr, INDEX: gl.co
     """Returns the `Scales` of a tile, with newly allocated LDS. Other arguments: see `open_lines`."""
     stride: gl.constexpr = shape.b_scale_stride if INDEX else shape.a_scale_stride
     WORDS: gl.constexpr = shape.b_scale_words if INDEX else shape.a_scale_words
-    lines: gl.constexpr = config.block_n if INDEX else config.block_m
+    block: gl.constexpr = config.block_n if INDEX else config.block_m
+    lines: gl.constexpr = block * config.folds
     steps: gl.constexpr = config.chunk // STEP
     unit: gl.constexpr = 4 if WORDS else 1  # bytes of an element of ``base``
     copy: gl.constexpr = scale_copy_layout(lines, steps, gl.num_warps(), 4 // unit, config.parts_m > 0)
-    line = gl.minimum(gl.arange(0, lines, gl.SliceLayout(1, copy)), count - 1 - first)
+    row = gl.arange(0, lines, gl.SliceLayout(1, copy))
+    line = gl.minimum(row % block, count - 1 - first)
     place = gl.arange(0, steps * 4 // unit, gl.SliceLayout(0, copy))[None, :]
+    if config.folds > 1:
+        place += (row // block * (fold_length(shape.k, config) // BLOCK // unit))[:, None]
     base = operand.scale + gl.to_tensor(first).to(gl.int64) * stride + split * (shape.split_k // BLOCK)
     if WORDS:
         base = base.to(gl.pointer_type(gl.int32))

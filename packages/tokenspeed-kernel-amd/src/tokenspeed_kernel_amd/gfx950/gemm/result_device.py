@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
+from tokenspeed_kernel_amd.gluon.layouts_device import log2
 
 
 @gluon.jit
@@ -32,6 +33,34 @@ def merge(results, like, splits: gl.constexpr):
         for i in gl.static_range(len(parts)):
             acc += parts[i]
     return acc
+
+
+@gluon.constexpr_function
+def wave_storage(waves, rows, columns):
+    """LDS layout of the accumulators of several waves, [waves, rows, columns]. The padding moves rows to different banks."""
+    bases = [[0, 0, 1 << bit] for bit in range(log2(columns))] + [[0, 1 << bit, 0] for bit in range(log2(rows))]
+    return gl.PaddedSharedLayout(
+        [[columns, 4]], bases + [[1 << bit, 0, 0] for bit in range(log2(waves))], [], [waves, rows, columns]
+    )
+
+
+@gluon.constexpr_function
+def sum_layout(waves, rows, columns):
+    """A register layout of [waves, rows, columns]: each lane has one element of all waves, or more adjacent ones."""
+    width = max(1, rows * columns // (64 * waves))
+    along = min(64, columns // width)
+    return gl.BlockedLayout([waves, 1, width], [1, 64 // along, along], [1, waves, 1], [2, 1, 0])
+
+
+@gluon.jit
+def sum_of_waves(acc):
+    """Adds the accumulators of the waves, float32 [waves, rows, columns], in LDS, with one barrier. A reduction of the
+    compiler has several."""
+    waves: gl.constexpr = acc.shape[0]
+    rows: gl.constexpr = acc.shape[1]
+    columns: gl.constexpr = acc.shape[2]
+    shared = gl.allocate_shared_memory(gl.float32, [waves, rows, columns], wave_storage(waves, rows, columns), acc)
+    return gl.sum(shared.load(sum_layout(waves, rows, columns)), axis=0)
 
 
 @gluon.jit
