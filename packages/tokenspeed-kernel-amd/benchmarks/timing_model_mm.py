@@ -1,4 +1,4 @@
-"""Predicts the times of GEMMs of mxfp8, mxfp4, fp8 and bfloat16 operands: our kernel and the portable kernels. **For ratios only.**
+"""Predicts the times of GEMMs: our kernel and the portable kernels. **For ratios only.**
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_mm.py --output timing_model_mm.json --readme
 
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def pair_bytes(self) -> int:
-        return {"mxfp4": 1, "bfloat16": 4}.get(self.format, 2)
+        return {"mxfp4": 1, "nvfp4": 1, "bfloat16": 4}.get(self.format, 2)
 
     @property
     def whole(self) -> bool:
@@ -76,6 +76,7 @@ class Case:
         lines = self.m + self.n
         scales = {
             "bfloat16": 0,
+            "nvfp4": lines * self.k // 16,
             "fp8": 4 * lines,
             "fp8 blocks": 4 * -(-self.k // 128) * (self.m + -(-self.n // 128)),
         }.get(self.format, lines * self.k // 32)
@@ -103,7 +104,7 @@ class Case:
 
 CASES = [
     *(Case(m, 2048, 4096, fmt, 1.6) for m in (1, 16) for fmt in ("mxfp8", "mxfp4", "fp8", "fp8 blocks")),
-    *(Case(m, 2048, 4096, "bfloat16") for m in (1, 16)),
+    *(Case(m, 2048, 4096, fmt) for m in (1, 16) for fmt in ("nvfp4", "bfloat16")),
     *(Case(16, 4096, 2048, fmt) for fmt in ("mxfp8", "mxfp4")),
     *(Case(64, 2048, 4096, fmt) for fmt in ("mxfp8", "mxfp4")),
     *(Case(2048, 1024, 2048, fmt, 3.5) for fmt in ("mxfp8", "mxfp4")),
@@ -111,6 +112,7 @@ CASES = [
     Case(4096, 1024, 4096, "mxfp8", 12.0),
     Case(4096, 1024, 4096, "mxfp4"),
     *(Case(4096, 1024, 4096, fmt) for fmt in ("fp8", "fp8 blocks")),
+    Case(4096, 2048, 4096, "mxfp8"),
     *(Case(8192, 8192, 8192, fmt) for fmt in ("mxfp8", "mxfp4")),
 ]
 
@@ -141,7 +143,8 @@ def measure_sample(case: Case) -> dict[str, Any]:
     from tokenspeed_kernel_amd.gfx950.gemm import mm as launcher
 
     rows, columns = SAMPLED
-    config = launcher.config_of(case.m, case.n, hw.MI355X.compute_units, case.pair_bytes, case.format == "fp8 blocks")
+    block_scales = case.format == "fp8 blocks"
+    config = launcher.config_of(case.m, case.n, hw.MI355X.compute_units, case.pair_bytes, block_scales, case.k)
     tiles = -(-case.m // config.block_m) * -(-case.n // config.block_n)
     # As many CUs as tiles: the whole call does not split k either.
     as_whole = {"config_of": lambda *_: config, "current_compute_units": lambda: rows * columns}

@@ -61,6 +61,7 @@ TILES = [
     (70, 5120, 90, 256, (64, 64), 5),
     (130, 1184, 140, 7, (128, 128), 1),
     (130, 2592, 140, 7, (128, 128), 1),  # chunks of scales end in the loop
+    (130, 4128, 140, 3, (128, 128), 1),  # many blocks of k
     (130, 1184, 140, 3, (128, 128), 1),  # two workgroups per CU
 ]
 
@@ -203,10 +204,10 @@ def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        micro(5, 96, 40, a="nvfp4", b="nvfp4"),
+        micro(5, 96, 40, a="dense", b="nvfp4"),
         micro(5, 96, 40, a="dense", b="mxfp4"),
     ],
-    ids=["nvfp4", "weight only"],
+    ids=["nvfp4 weight only", "weight only"],
 )
 def test_calls_that_are_not_served(gfx950: torch.device, make: Any) -> None:
     with pytest.raises(NoKernelFoundError, match=r"gluon_mm_mx +formats: "):

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.common.split_device import last_to_arrive
 from tokenspeed_kernel_amd.gfx950.gemm.ahead_device import multiply_ahead, store_parts
+from tokenspeed_kernel_amd.gfx950.gemm.nvfp4_device import products
 from tokenspeed_kernel_amd.gfx950.gemm.operands_device import (
     STEP,
     accumulator_layout,
@@ -57,6 +58,10 @@ def add_block(acc, a, b, a_scales, b_scales, stage, index, config: gl.constexpr,
     a_block = read_block(a, stage)
     if is_dense(shape.a_format):
         acc = isa.mfma(a_block, read_block(b, stage), acc)
+    elif shape.scales == "nvfp4":
+        b_block = read_block(b, stage)
+        a_block = products(a_block, a_scales, index, acc.type.layout, 0)
+        acc = isa.mfma(a_block, products(b_block, b_scales, index, acc.type.layout, 1), acc)
     elif shape.scales == "mx":
         a_scale = read_scales(a_scales, index, STEPS)
         b_block = read_block(b, stage)
@@ -84,7 +89,7 @@ def multiply(a, b, a_scales, b_scales, mfma: gl.constexpr, config: gl.constexpr,
     blocks: gl.constexpr = (shape.split_k + config.block_k - 1) // config.block_k
     per_chunk: gl.constexpr = config.chunk // config.block_k
     ahead: gl.constexpr = blocks if blocks <= stages else stages - 1  # blocks in flight
-    scaled: gl.constexpr = shape.scales == "mx" or shape.scales == "blocks"
+    scaled: gl.constexpr = shape.scales == "mx" or shape.scales == "blocks" or shape.scales == "nvfp4"
     acc = empty_accumulator(mfma, config)
     if scaled:
         a_words, b_words = load_chunk(a_scales, b_scales, 0)
@@ -138,10 +143,10 @@ def mm_kernel(a, b, m, per_xcd, out, bias, partial, config: gl.constexpr, shape:
         lines_a = open_lines(a, m, first_row, split, mfma, 0, config, shape)
         a_scales = None
         b_scales = None
-        if shape.scales == "mx":
+        if shape.scales == "mx" or shape.scales == "nvfp4":
             a_scales = open_scales(a, m, first_row, split, lines_a.layout, 0, config, shape)
         lines_b = open_lines(b, shape.n, first_column, split, mfma, 1, config, shape)
-        if shape.scales == "mx":
+        if shape.scales == "mx" or shape.scales == "nvfp4":
             b_scales = open_scales(b, shape.n, first_column, split, lines_b.layout, 1, config, shape)
         if shape.scales == "blocks":
             a_scales = open_row_scales(a, m, first_row, split, mfma, config, shape)

@@ -18,7 +18,7 @@ STEP = gl.constexpr(128)  # elements of k of an MFMA; a word has their four scal
 @gluon.constexpr_function
 def bytes_of(elements, format):
     """Bytes of ``elements`` elements along k."""
-    return elements // 2 if format == "e2m1" else 2 * elements if is_dense(format) else elements
+    return elements // 2 if format in ("e2m1", "nvfp4") else 2 * elements if is_dense(format) else elements
 
 
 @gluon.constexpr_function
@@ -29,6 +29,8 @@ def is_dense(format):
 
 @gluon.constexpr_function
 def register_dtype(format):
+    if format == "nvfp4":
+        return gl.int32  # eight codes, see `nvfp4_device`
     return {"e2m1": gl.uint8, "e4m3": gl.float8e4nv, "e5m2": gl.float8e5, "bf16": gl.bfloat16, "fp16": gl.float16}[format]
 
 
@@ -60,7 +62,25 @@ def accumulator_layout(config, format):
     """The register layout of a tile's accumulator, [rows, columns]. If waves divide k, each wave has an accumulator of its own,
     [waves_k, rows, columns]."""
     waves = [config.waves_m, config.waves_n] if config.waves_k == 1 else [config.waves_k, 1, 1]
-    return isa.mfma_layout([16, 16, 32 if is_dense(format) else 128], True, waves)
+    return isa.mfma_layout([16, 16, 32 if is_dense(format) or format == "nvfp4" else 128], True, waves)
+
+
+@gluon.constexpr_function
+def block_layout(format, index, mfma, waves_k, lines):
+    """The register layout in which an operand's block of k is read from LDS: of MFMA operands, or of words of eight nvfp4 codes,
+    [waves_k, lines, words]: 32 adjacent elements per lane."""
+    if format != "nvfp4":
+        return gl.DotOperandLayout(index, mfma, 8 if is_dense(format) else 16)
+    registers = [[0, 0, 1], [0, 0, 2]] + [[0, 1 << bit, 0] for bit in range(4, log2(lines))]
+    lanes = [[0, 1 << bit, 0] for bit in range(4)] + [[0, 0, 4], [0, 0, 8]]
+    waves = [[1 << bit, 0, 0] for bit in range(log2(waves_k))]
+    return gl.DistributedLinearLayout(registers, lanes, waves, [], [waves_k, lines, 16])
+
+
+@gluon.constexpr_function
+def scale_block(shape):
+    """Elements of k that share a one-byte scale."""
+    return 16 if shape.scales == "nvfp4" else 32
 
 
 @gluon.jit
@@ -165,7 +185,8 @@ class Lines:
 class Scales:
     """The block scales of an operand's lines in a workgroup's tile, and LDS for a chunk of them.
 
-    A word is a line's scales of one step: four e8m0 scales, or the float32 scale of 128 elements.
+    A word is a line's scales of one step: four e8m0 scales, or the float32 scale of 128 elements. With nvfp4, a word has the four
+    scales of half a step.
 
     Attributes:
         base: pointer to the first scale of the tile's first line, in the workgroup's split of k; or to its first word.
@@ -216,7 +237,7 @@ def open_lines(operand, count, first, split, mfma: gl.constexpr, INDEX: gl.const
         gl.allocate_shared_memory(operand.codes.dtype.element_ty, [config.stages, waves_k * lines, size], plain(2)),
         INDEX,
         waves_k,
-        gl.DotOperandLayout(INDEX, mfma, 8 if is_dense(format) else 16),
+        block_layout(format, INDEX, mfma, waves_k, lines),
         register_dtype(format),
     )
 
@@ -228,22 +249,23 @@ def open_scales(operand, count, first, split, layout: gl.constexpr, INDEX: gl.co
     WORDS: gl.constexpr = shape.b_scale_words if INDEX else shape.a_scale_words
     block: gl.constexpr = config.block_n if INDEX else config.block_m
     lines: gl.constexpr = block * config.folds
-    steps: gl.constexpr = config.chunk // STEP
+    each: gl.constexpr = scale_block(shape)
+    steps: gl.constexpr = config.chunk // (4 * each)  # words of a line
     unit: gl.constexpr = 4 if WORDS else 1  # bytes of an element of ``base``
     copy: gl.constexpr = scale_copy_layout(lines, steps, gl.num_warps(), 4 // unit, config.parts_m > 0)
     row = gl.arange(0, lines, gl.SliceLayout(1, copy))
     line = gl.minimum(row % block, count - 1 - first)
     place = gl.arange(0, steps * 4 // unit, gl.SliceLayout(0, copy))[None, :]
     if config.folds > 1:
-        place += (row // block * (fold_length(shape.k, config) // BLOCK // unit))[:, None]
-    base = operand.scale + gl.to_tensor(first).to(gl.int64) * stride + split * (shape.split_k // BLOCK)
+        place += (row // block * (fold_length(shape.k, config) // each // unit))[:, None]
+    base = operand.scale + gl.to_tensor(first).to(gl.int64) * stride + split * (shape.split_k // each)
     if WORDS:
         base = base.to(gl.pointer_type(gl.int32))
     return Scales(
         base,
         line[:, None] * (stride // unit) + place,
         place,
-        (shape.k // BLOCK + unit - 1) // unit - split * (shape.split_k // BLOCK // unit),
+        (shape.k // each + unit - 1) // unit - split * (shape.split_k // each // unit),
         gl.allocate_shared_memory(gl.int32, [steps // config.waves_k, config.waves_k * lines], plain(1)),
         config.waves_k,
         layout,
@@ -349,7 +371,7 @@ def read_block(lines, stage):
             shared = shared.permute([1, 0])
     else:
         shared = shared.reinterpret(lines.dtype, [waves_k, count, size], storage)
-        if lines.index == 1:
+        if lines.index == 1 and lines.dtype != gl.int32:
             shared = shared.permute([0, 2, 1])
     return copies.load_shared_relaxed(shared, lines.layout)
 

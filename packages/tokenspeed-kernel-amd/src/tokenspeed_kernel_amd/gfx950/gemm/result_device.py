@@ -65,8 +65,8 @@ def sum_of_waves(acc):
 
 @gluon.jit
 def load_factors(like, bias, a, b, first_row, first_column, m, shape: gl.constexpr):
-    """Loads what the epilogue of a tile needs: a tuple of the float32 scales of rows and of columns, and a tuple of the bias; empty
-    where the call has none. ``like``: the tile's accumulator."""
+    """Loads what the epilogue of a tile needs: a tuple of the float32 scales of rows and of columns, or of nvfp4's alpha, and a
+    tuple of the bias; empty where the call has none. ``like``: the tile's accumulator."""
     row = gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
     column = gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
     exists = column < shape.n - first_column
@@ -75,6 +75,8 @@ def load_factors(like, bias, a, b, first_row, first_column, m, shape: gl.constex
     if shape.scales == "lines":
         row_scale = gl.load(a.scale + (first_row + row) * shape.a_scale_stride, mask=row < m - first_row, other=0.0)
         scales = (row_scale, gl.load(b.scale + (first_column + column) * shape.b_scale_stride, mask=exists, other=0.0))
+    elif shape.scales == "nvfp4":
+        scales = (gl.load(a.alpha),)
     if bias is not None:
         added = (isa.buffer_load(bias + first_column, column, mask=exists, other=0.0),)
     return scales, added
@@ -88,6 +90,8 @@ def store_tile(out, acc, factors, first_row, first_column, m, shape: gl.constexp
     row = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     scales, added = factors
+    if len(scales) == 1:
+        acc = acc * scales[0]
     if len(scales) == 2:
         acc = acc * scales[0][:, None] * scales[1][None, :]
     if len(added) == 1:
