@@ -1,10 +1,10 @@
-"""Predicts the times of GEMMs of mxfp8, mxfp4, fp8 and bfloat16 operands: our kernel and the portable kernels. **For ratios only.**
+"""Predicts the times of GEMMs: our kernel and the portable kernels. **For ratios only.**
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_mm.py --output timing_model_mm.json --readme
 
 Calls run on the gfx950 emulator, which counts instructions. `gfx950_emulator.timing` computes a time from these counts, as for
 `timing_model`. Calls with few rows are executed whole, by both kernels. Calls with many rows are sampled: the emulator executes
-SAMPLED x SAMPLED tiles of the configuration that the whole call has, with its k. A tile is simulated alone, and beside as many
+SAMPLED tiles of the configuration that the whole call has, with its k. A tile is simulated alone, and beside as many
 copies of itself as fit on a CU and as the CU has. The outputs are compared with the fp32 reference.
 """
 
@@ -22,16 +22,16 @@ from timing_cases import SIDES, options_of, report_of
 from timing_model import README, predicted, publish, total
 
 MARKS = ("<!-- predicted times of GEMM -->", "<!-- end of GEMM -->")
-SAMPLED = 5  # tiles along each axis of a sample: large enough that most loads hit L2, as in the whole call
+SAMPLED = (8, 4)  # tiles along m, which are rasterised together, and along n. Most loads hit L2, as in the whole call
 ERROR = 3e-3  # limit of the relative error of the bfloat16 output
 
 ASSUMPTIONS = (
     "Only ratios are meaningful: no time below is a claim about an MI355X.",
     "Both kernels get the same inputs, and run with the same compiler (stock Triton), emulator and timing model.",
     "Up to 64 rows, whole grids are executed, and the workgroup that executes the most instructions is simulated.",
-    f"With more rows, {SAMPLED} x {SAMPLED} tiles of our kernel are executed. Tiles are assigned to 256 CUs in turn. The time of a "
-    "CU is the time of its tiles at full occupancy, or of one tile alone if that takes longer. The portable kernels are not "
-    "executed.",
+    f"With more rows, {SAMPLED[0]} x {SAMPLED[1]} tiles of our kernel are executed. Tiles are assigned to 256 CUs in turn. The "
+    "time of a CU is the time of its tiles at full occupancy, or of one tile alone if that takes longer. The portable kernels are "
+    "not executed.",
     "The floor is the larger of two times: of moving the operands and the result once at 8 TB/s, and of the MFMAs at their "
     "peak rate.",
     "The launches of a call run one after another. Launch overhead is not included.",
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def pair_bytes(self) -> int:
-        return {"mxfp4": 1, "bfloat16": 4}.get(self.format, 2)
+        return {"mxfp4": 1, "nvfp4": 1, "bfloat16": 4}.get(self.format, 2)
 
     @property
     def whole(self) -> bool:
@@ -76,6 +76,7 @@ class Case:
         lines = self.m + self.n
         scales = {
             "bfloat16": 0,
+            "nvfp4": lines * self.k // 16,
             "fp8": 4 * lines,
             "fp8 blocks": 4 * -(-self.k // 128) * (self.m + -(-self.n // 128)),
         }.get(self.format, lines * self.k // 32)
@@ -103,14 +104,15 @@ class Case:
 
 CASES = [
     *(Case(m, 2048, 4096, fmt, 1.6) for m in (1, 16) for fmt in ("mxfp8", "mxfp4", "fp8", "fp8 blocks")),
-    *(Case(m, 2048, 4096, "bfloat16") for m in (1, 16)),
+    *(Case(m, 2048, 4096, fmt) for m in (1, 16) for fmt in ("nvfp4", "bfloat16")),
     *(Case(16, 4096, 2048, fmt) for fmt in ("mxfp8", "mxfp4")),
     *(Case(64, 2048, 4096, fmt) for fmt in ("mxfp8", "mxfp4")),
-    Case(2048, 1024, 2048, "mxfp8"),
-    Case(2048, 1024, 2048, "mxfp4", 3.5),
+    *(Case(2048, 1024, 2048, fmt, 3.5) for fmt in ("mxfp8", "mxfp4")),
+    *(Case(2048, 1024, 2048, fmt) for fmt in ("fp8", "fp8 blocks")),
     Case(4096, 1024, 4096, "mxfp8", 12.0),
     Case(4096, 1024, 4096, "mxfp4"),
     *(Case(4096, 1024, 4096, fmt) for fmt in ("fp8", "fp8 blocks")),
+    Case(4096, 2048, 4096, "mxfp8"),
     *(Case(8192, 8192, 8192, fmt) for fmt in ("mxfp8", "mxfp4")),
 ]
 
@@ -140,12 +142,14 @@ def measure_sample(case: Case) -> dict[str, Any]:
     from gfx950_emulator import timing
     from tokenspeed_kernel_amd.gfx950.gemm import mm as launcher
 
-    config = launcher.config_of(case.m, case.n, hw.MI355X.compute_units, case.pair_bytes)
+    rows, columns = SAMPLED
+    block_scales = case.format == "fp8 blocks"
+    config = launcher.config_of(case.m, case.n, hw.MI355X.compute_units, case.pair_bytes, block_scales, case.k)
     tiles = -(-case.m // config.block_m) * -(-case.n // config.block_n)
     # As many CUs as tiles: the whole call does not split k either.
-    as_whole = {"config_of": lambda *_: config, "current_compute_units": lambda: SAMPLED**2}
+    as_whole = {"config_of": lambda *_: config, "current_compute_units": lambda: rows * columns}
     with mock.patch.multiple(launcher, **as_whole):
-        (launch,) = run(case.inputs(SAMPLED * config.block_m, SAMPLED * config.block_n), "gluon")
+        (launch,) = run(case.inputs(rows * config.block_m, columns * config.block_n), "gluon")
     costs = timing.instruction_costs(launch.counters)
     trace = timing.instructions_of(launch.counters, 0)
     fits = timing.occupancy(launch.program.assembly, launch.waves, launch.lds)

@@ -66,7 +66,8 @@ def nothing_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
     """Makes launchers divide work as for a device with this many CUs. With few CUs, small inputs are enough work for the whole
     device, like a large batch."""
-    from tokenspeed_kernel_amd.gfx950.attention import decode, extend, mixed, mla_decode, mla_extend
+    from tokenspeed_kernel_amd.gfx950.attention import extend, mixed, mla_decode, mla_extend
+    from tokenspeed_kernel_amd.gluon import decode
 
     for module in (decode, extend, mixed, mla_decode, mla_extend):
         monkeypatch.setattr(module, "current_compute_units", lambda: units)

@@ -75,7 +75,7 @@ def test_the_committed_report_of_gfx942(timing_programs: Callable[[str], ModuleT
 def test_gemms(timing_programs: Callable[[str], ModuleType], run: Run) -> None:
     """Both kernels are measured with few rows. With many rows, a sample of our kernel's tiles is."""
     program = timing_programs("timing_model_mm")
-    few, many = run(program, CASES=[program.Case(3, 512, 64, "mxfp8"), program.Case(4096, 512, 4096, "mxfp4")], SAMPLED=2)
+    few, many = run(program, CASES=[program.Case(3, 512, 64, "mxfp8"), program.Case(4096, 512, 4096, "mxfp4")], SAMPLED=(2, 2))
     assert few["portable"]["us"] > few["ours"]["us"] > few["floor_us"] > 0
     assert many["portable"] is None
     assert many["ours"]["us"] > many["floor_us"] > 0

@@ -73,12 +73,27 @@ def test_launches_without_spills(emulator: Any, tokens: int, activation_dtype: s
 
 @pytest.mark.slow
 def test_the_most_elements_without_spills(emulator: Any) -> None:
-    """The registers hold all tokens before they are quantised."""
-    for activation_dtype, quantization in launcher.QUANTIZATIONS.items():
-        k = launcher.MOST_ELEMENTS[quantization.kind] // 16
+    """With a scale per token, registers and LDS hold all tokens of a tile before they are quantised."""
+    for activation_dtype in WEIGHTS:
+        k = launcher.MOST_ELEMENTS // (16 if activation_dtype == "fp8" else 8)
         check(torch.device("cpu"), 16, k, 16, activation_dtype)
         assert emulator.launches[-1].kernel == "linear_kernel"
         assert not any(spills(emulator.launches[-1].program.assembly.text).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation_dtype", WEIGHTS)
+def test_two_tiles_of_tokens_and_two_pipeline_stages(
+    gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, activation_dtype: str
+) -> None:
+    sizes = {"mxfp8": 80, "mxfp4": 80, "fp8": 144}
+    monkeypatch.setattr(launcher, "RING_BYTES", sizes.get(activation_dtype, 110) * 1024)
+    monkeypatch.setattr(launcher, "current_compute_units", lambda: 4)  # 32 columns per tile
+    facts = {"weight_format": WEIGHTS[activation_dtype], "activation_dtype": activation_dtype}
+    config = launcher.few_config(13, linear.plan(3168, 70, **facts), "e2m1" if "mx" in activation_dtype else "e4m3")
+    assert config is not None
+    assert config.stages == 2
+    check(gfx950, 13, 3168, 70, activation_dtype, bias=True, dtype=torch.float16)
 
 
 @pytest.mark.slow

@@ -60,18 +60,20 @@ TILES = [
     (70, 96, 90, 256, (64, 64), 1),
     (70, 5120, 90, 256, (64, 64), 5),
     (130, 1184, 140, 7, (128, 128), 1),
+    (130, 2592, 140, 7, (128, 128), 1),  # chunks of scales end in the loop
+    (130, 4128, 140, 3, (128, 128), 1),  # many blocks of k
     (130, 1184, 140, 3, (128, 128), 1),  # two workgroups per CU
 ]
 
 
 # The tests that are not slow.
-SAMPLED = {((3, 6144), "mxfp8"), ((130, 1184), "mxfp4")}
+SAMPLED = {((3, 6144), "mxfp8"), ((130, 1184), "mxfp4"), ((130, 2592), "mxfp8")}
 
 
 @pytest.mark.parametrize(
     ("m", "k", "n", "units", "tile", "splits", "both"),
     [
-        pytest.param(*case, both, marks=[] if (case[:2], both) in SAMPLED and case[3] != 7 else pytest.mark.slow)
+        pytest.param(*case, both, marks=[] if (case[:2], both) in SAMPLED else pytest.mark.slow)
         for case in TILES
         for both in FORMATS
     ],
@@ -106,6 +108,18 @@ def test_different_formats(gfx950: torch.device, m: int, a: str, b: str) -> None
 def test_fp8(gfx950: torch.device, m: int, k: int, n: int, a_scale: str, b_scale: str) -> None:
     make = fp8(m, k, n, a_scale=a_scale, b_scale=b_scale, out_dtype=torch.float32, bias=torch.float32)
     check(make(Draw(gfx950, m)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [96, 416, 608, 1184])
+def test_one_tile_per_compute_unit(emulator: Any, compute_units: Any, k: int) -> None:
+    """MFMAs of tiles of 128 x 128 alternate with reads from LDS: other formats and scales, a bias, few blocks of k, no spills."""
+    compute_units(7)
+    check(inputs(torch.device("cpu"), 140, k, 130, "mxfp4", "mxfp8", bias=torch.float32))
+    make = fp8(140, k, 130, a_scale="token", b_scale="channel", out_dtype=torch.float32, bias=torch.float32)
+    check(make(Draw(torch.device("cpu"), k)))
+    for launch in emulator.launches:
+        assert not any(spills(launch.program.assembly.text).values())
 
 
 @pytest.mark.slow
@@ -190,10 +204,10 @@ def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        micro(5, 96, 40, a="nvfp4", b="nvfp4"),
+        micro(5, 96, 40, a="dense", b="nvfp4"),
         micro(5, 96, 40, a="dense", b="mxfp4"),
     ],
-    ids=["nvfp4", "weight only"],
+    ids=["nvfp4 weight only", "weight only"],
 )
 def test_calls_that_are_not_served(gfx950: torch.device, make: Any) -> None:
     with pytest.raises(NoKernelFoundError, match=r"gluon_mm_mx +formats: "):

@@ -1,4 +1,4 @@
-"""Device code of decode: attention to one split of a sequence's keys, and the split-KV merge. ``gfx950.attention.decode`` explains
+"""Device code of decode: attention to one split of a sequence's keys, and the split-KV merge. ``gluon.decode`` explains
 the splits. The architecture provides the attention of a tile to a range of keys, as an argument of `decode_kernel`."""
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def decode_kernel(
 
     Args:
         operands, shape, strides, variant, tile_shape: the call's tensors, sizes, strides, options and tile, see `gluon.call`.
-        partial, plan: the tensors of partial results, and the division of sequences into splits, see `gfx950.attention.decode`.
+        partial, plan: the tensors of partial results, and the division of sequences into splits, see `gluon.decode`.
         attend: the architecture's function that computes attention of a tile to a range of positions, for example
             `gfx950.attention.paged_device.attend`.
     """
@@ -205,7 +205,7 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
 
     Args:
         cu_seqlens_q, sinks, out, lse: the operator's tensors, see `gluon.call.Operands`.
-        partial, merge: the tensors of partial results, and the merge's constants, see `gfx950.attention.decode`.
+        partial, merge: the tensors of partial results, and the merge's constants, see `gluon.decode`.
     """
     v_head_dim: gl.constexpr = merge.v_head_dim
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [256 // v_head_dim, v_head_dim // 4], [1, 1], [1, 0])

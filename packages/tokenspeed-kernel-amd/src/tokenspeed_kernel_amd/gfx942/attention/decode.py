@@ -1,7 +1,6 @@
 """Decode: attention of the newest tokens of sequences to a paged cache.
 
-A workgroup is one wave, and keys and values go from global memory to registers. `gfx950.attention.decode` describes splits and
-merge, which both architectures share.
+A workgroup is one wave, and keys and values go from global memory to registers. `gluon.decode` describes splits and merge.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_amd.capability import GLUON_CDNA3
-from tokenspeed_kernel_amd.gfx950.attention.decode import attend_split_kv
 from tokenspeed_kernel_amd.gluon.architecture import Architecture
 from tokenspeed_kernel_amd.gluon.call import CACHES, PAGED_TRAITS, Call, TileShape, called, paged_signatures
+from tokenspeed_kernel_amd.gluon.decode import attend_split_kv
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority

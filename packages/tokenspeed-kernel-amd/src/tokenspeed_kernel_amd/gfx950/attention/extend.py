@@ -22,8 +22,9 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_split_kv
+from tokenspeed_kernel_amd.gfx950.attention.decode import GFX950
 from tokenspeed_kernel_amd.gluon.call import CACHES, PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called, lengths_at_once
+from tokenspeed_kernel_amd.gluon.decode import CONFIG, attend_split_kv
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
@@ -105,7 +106,7 @@ def mha_extend_with_kvcache(
     )  # fmt: skip
     tile = tile_of_stretches(call)
     if split_kv_pays(call, tile):
-        attend_split_kv(call, tile, call.max_seqlen_q)
+        attend_split_kv(call, tile, call.max_seqlen_q, GFX950)
     else:
         attend_in_tiles(call, tile)
     return call.result

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_split_kv, tile_of_rows
+from tokenspeed_kernel_amd.gfx950.attention.decode import GFX950, tile_of_rows
 from tokenspeed_kernel_amd.gfx950.attention.extend import attend_in_tiles, slots_of, split_kv_pays, tile_of_stretches
 from tokenspeed_kernel_amd.gluon.call import CACHES, PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
+from tokenspeed_kernel_amd.gluon.decode import CONFIG, attend_split_kv
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 
@@ -67,16 +68,16 @@ def mha_with_kvcache(
     if call.max_seqlen_q <= short:
         if call.tokens == call.batch and call.max_seqlen_q == 1:  # one token per sequence, so no offsets are needed
             call = dataclasses.replace(call, cu_seqlens_q=None)
-        attend_split_kv(call, small, call.max_seqlen_q)
+        attend_split_kv(call, small, call.max_seqlen_q, GFX950)
         return call.result
     tile = tile_of_stretches(call)
     if split_kv_pays(call, tile):
-        attend_split_kv(call, tile, call.max_seqlen_q)
+        attend_split_kv(call, tile, call.max_seqlen_q, GFX950)
     elif call.batch == 1 or _fits_at_once(call, tile, small, short):
         attend_in_tiles(call, tile)
     else:
         attend_in_tiles(call, tile, skipped=short)
-        attend_split_kv(call, small, short)
+        attend_split_kv(call, small, short, GFX950)
     return call.result
 
 

@@ -40,8 +40,8 @@ from torch import Tensor
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention.decode import SplitPlan
 from tokenspeed_kernel_amd.gluon.call import TileShape, lengths_at_once, score_scaling
+from tokenspeed_kernel_amd.gluon.decode import SplitPlan
 from tokenspeed_kernel_base.alignment import ROW_BYTES, aligned, aligned_cache
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype

@@ -1,9 +1,8 @@
 """`linear` with mxfp4 and fp8 weights and quantised activations on CDNA4. Quantisation and GEMM are one kernel for few tokens.
 
-* Few tokens (at most 16, and at most 65,536 elements, or 32,768 with scales of 128 elements): one launch. Each workgroup computes
-  a tile of columns for all tokens. It loads the tokens first, then starts the copies of weights to LDS, and quantises the tokens
-  into LDS meanwhile. The MFMAs read tokens and weights from LDS. All workgroups quantise the same tokens: this takes less time than
-  a second launch, which would wait for the first.
+* Few tokens (at most 16, and at most 65,536 elements per tile): one launch. Each workgroup computes a tile of 4 or 8 tokens and
+  some columns. Tokens and weights are copied to LDS. Waves divide k, and quantise tokens between LDS and MFMAs. All workgroups with
+  the same tokens quantise them: this takes less time than a second launch, which would wait for the first.
 * More tokens: a launch that quantises, and `mm`.
 
 `mm` explains the tiles, the ring and the scales. `prepare_weights` pads mxfp4 scales, so that four of them are one aligned word for
@@ -28,7 +27,6 @@ from tokenspeed_kernel_amd.gfx950.gemm.mm import (
     Config,
     Operand,
     Shape,
-    config_of,
     in_words,
     is_near,
     launch,
@@ -47,13 +45,14 @@ from tokenspeed_kernel_base.spec import CANONICAL, Priority
 from tokenspeed_kernel_base.traits import between, multiple_of
 
 device = DeviceModule(__name__ + "_device")
+quantize_device = DeviceModule(__name__ + "_quantize_device")
 
 LAYOUT = "gfx950_mxfp4_words"
 MOST_FEW = 16  # tokens of one launch: the rows of an MFMA
-FEWEST_ROWS = 4  # a wave quantises one row or more
-# The most elements of tokens, by their format. The registers of a workgroup hold them before they are quantised. More would take
-# longer than a second launch: 2.3 us, by published measurements, and the emulator's timing model of both kernels.
-MOST_ELEMENTS = {"mx": 1 << 16, "token": 1 << 16, "static": 1 << 16, "block": 1 << 15}
+# The most elements of tokens in a tile. More would take longer than a second launch: 2.3 us, by published measurements, and the
+# emulator's timing model of both kernels.
+MOST_ELEMENTS = 1 << 16
+ROWS_OF_MFMA = 16
 BLOCK_K = 512
 TOKENS_AT_ONCE = 4  # tokens of a workgroup of the launch that quantises
 
@@ -108,21 +107,27 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
 def few_config(tokens: int, plan: LinearPlan, weight_format: str) -> Config | None:
     """Returns the tile of the one launch for few tokens; None if the tokens need two launches."""
     quantization = QUANTIZATIONS[plan.activation_dtype]
-    held = rows_of(tokens) * -(-plan.in_features // BLOCK_K) * BLOCK_K
-    if tokens > MOST_FEW or held > MOST_ELEMENTS[quantization.kind]:
+    if tokens > MOST_FEW:
         return None
-    pair_bytes = max(PAIR_BYTES[quantization.format], PAIR_BYTES[weight_format])
-    config = config_of(tokens, plan.out_features, current_compute_units(), pair_bytes)
-    ring = RING_BYTES - held * PAIR_BYTES[quantization.format] // 2
-    stages = ring // (config.block_n * BLOCK_K * PAIR_BYTES[weight_format] // 2)
-    blocks = -(-plan.in_features // BLOCK_K)
-    chunk = min(config.chunk, 1 << (blocks * BLOCK_K - 1).bit_length())
-    return None if stages < min(3, blocks) else config._replace(stages=min(8, blocks, stages), chunk=chunk)
-
-
-def rows_of(tokens: int) -> int:
-    """Returns the number of rows that a workgroup quantises for few tokens: a power of two."""
-    return max(FEWEST_ROWS, 1 << (tokens - 1).bit_length())
+    folds = 4 if tokens <= 4 else 2
+    blocks = -(-plan.in_features // (folds * BLOCK_K))
+    held = ROWS_OF_MFMA * blocks * BLOCK_K
+    if held > MOST_ELEMENTS:
+        return None
+    tiles_m = -(-tokens * folds // ROWS_OF_MFMA)
+    compute_units = current_compute_units()
+    block_n = next((size for size in (16, 32) if tiles_m * plan.out_features <= size * compute_units), 32)
+    chunk = 1 << (blocks * BLOCK_K - 1).bit_length()
+    stage_bytes = folds * block_n * BLOCK_K * PAIR_BYTES[weight_format] // 2
+    ring = RING_BYTES - chunk // 32 * folds * block_n
+    if quantization.kind == "token":
+        ring -= 2 * held
+    else:
+        stage_bytes += 2 * ROWS_OF_MFMA * BLOCK_K
+    stages = ring // stage_bytes
+    if stages < min(2, blocks):
+        return None
+    return Config(ROWS_OF_MFMA, block_n, BLOCK_K, 1, 1, 4, min(3, blocks, stages), chunk, folds=folds)
 
 
 def launch_few(x: Tensor, b: Operand, weights: LinearWeights, plan: LinearPlan, config: Config, out: Tensor) -> None:
@@ -135,9 +140,10 @@ def launch_few(x: Tensor, b: Operand, weights: LinearWeights, plan: LinearPlan, 
         0, line_stride(b.scale), False, in_words(b.scale), out.stride(0),
     )  # fmt: skip
     bias = None if weights.bias is None else weights.bias.contiguous()
-    device.linear_kernel[(-(-n // config.block_n),)](
-        x, x.stride(0), weights.input_scale, b, len(x), out, bias,
-        ROWS=rows_of(len(x)), quantization=quantization.kind, config=config, shape=shape, num_warps=4, waves_per_eu=1,
+    tiles = -(-len(x) * config.folds // ROWS_OF_MFMA) * -(-n // config.block_n)
+    device.linear_kernel[(tiles,)](
+        x, x.stride(0), weights.input_scale, b, len(x), out, bias, quantization=quantization.kind, config=config, shape=shape,
+        num_warps=4, waves_per_eu=1,
     )  # fmt: skip
 
 
@@ -156,7 +162,7 @@ def quantised(x: Tensor, weights: LinearWeights, plan: LinearPlan) -> Operand:
         scales = 1 if quantization.kind == "token" else -(-k // BLOCK_FP8)
         scale = x.new_empty(tokens, scales, dtype=torch.float32)
     grid = (-(-tokens // TOKENS_AT_ONCE), 1 if quantization.kind == "token" else -(-k // BLOCK_K))
-    device.quantize_kernel[grid](
+    quantize_device.quantize_kernel[grid](
         x, x.stride(0), weights.input_scale, tokens, k, codes.view(torch.uint8), scale, line_stride(scale),
         quantization=quantization.kind, format=quantization.format, num_warps=4,
     )  # fmt: skip

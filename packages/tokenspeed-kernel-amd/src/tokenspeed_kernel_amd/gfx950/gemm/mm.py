@@ -1,7 +1,9 @@
-"""GEMM of mxfp8, mxfp4 and fp8 operands on the scaled MFMA (16 x 16 x 128), and of few rows of 16-bit floats (16 x 16 x 32).
+"""GEMM of mxfp8, mxfp4 and fp8 operands on the scaled MFMA (16 x 16 x 128), and of few rows of nvfp4 and 16-bit floats (16 x 16 x
+32).
 
 e8m0 scales are operands of the MFMAs, so nothing is dequantised. Scales of tensors, tokens and channels multiply the accumulator.
 Float32 scales of 128 x 128 blocks multiply each step's partial sum, which is then added to the accumulator.
+The scaled MFMA has no e4m3 scales for 16 elements: `nvfp4_device` multiplies nvfp4's codes by their scales in float16, exactly.
 Both operands are read as lines along k: rows of a, and columns of b.
 Other operands, such as a b whose rows are contiguous, are copied first.
 
@@ -12,7 +14,8 @@ Other operands, such as a b whose rows are contiguous, are copied first.
 * Few rows (at most 64): a tile has few columns, so that most CUs have one. Four waves divide each block of k, and add their
   accumulators at the end. L2 bandwidth limits a workgroup.
 * Many rows: waves divide a tile of 128 x 128. The bandwidths of L2 and LDS and the rate of the MFMAs limit such a tile alike. If
-  there are more tiles than CUs, a CU has two workgroups of 4 waves; otherwise one of 8 waves, with a longer ring.
+  there are more tiles than CUs and k is short, a CU has two workgroups of 4 waves. Otherwise, it has one, whose waves read the next
+  block of k from LDS during the MFMAs of a block. 8 waves would read 1.5 times as many bytes from LDS.
 
 Split-K: if there are few tiles and k is long, several workgroups share a tile. Each writes a partial result in fp32. The last
 workgroup to arrive at a counter adds them in the order of k. So there is one launch, and results are bitwise reproducible.
@@ -31,8 +34,8 @@ from tokenspeed_kernel_amd.capability import GLUON_CDNA4
 from tokenspeed_kernel_base.alignment import aligned
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.gemm.operands import default_out_dtype, logical_k
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX
-from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX, BLOCK_NVFP4
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format, nvfp4_format
 from tokenspeed_kernel_base.ops.quantization.mx import MXFP8_DTYPES
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signature, format_signatures
@@ -46,6 +49,10 @@ XCDS = 8  # consecutive workgroups run on different XCDs
 QUAD = 512  # a split's length along k is a multiple of this
 MOST_K = 1 << 22
 FURTHEST = 1 << 22  # elements from one line to the next: offsets within a tile of up to 128 lines have 32 bits
+# Blocks of k from which one workgroup per CU, which reads ahead, takes less time than two, of which one computes while the other
+# one begins or ends a tile. By the timing model, 8192 x 8192 x 8192 in mxfp8 (64 blocks) takes 349 us instead of 399, and 4096 x
+# 2048 x 4096 (16 blocks) 25.0 us instead of 26.4; in mxfp4 (8 blocks), 15.8 us instead of 14.2.
+LONG_BLOCKS = 16
 RING_BYTES = 144 * 1024  # LDS of the few-row tiles' ring
 # The emulator's timing model: bandwidth of a CU, and the time to store, wait, arrive and reload the first partial result.
 L2_BYTES_PER_CYCLE = 64
@@ -76,8 +83,10 @@ FORMATS = {
     torch.float16: "fp16",
 }
 DENSE_DTYPES = (torch.bfloat16, torch.float16)
-PAIR_BYTES = {"e2m1": 1, "e4m3": 2, "e5m2": 2, "bf16": 4, "fp16": 4}
+PAIR_BYTES = {"e2m1": 1, "nvfp4": 1, "e4m3": 2, "e5m2": 2, "bf16": 4, "fp16": 4}
 MOST_DENSE_ROWS = 64  # more rows are compute-bound, and vendor libraries compute them
+# nvfp4: with more rows, conversions to 16 bits take longer than the MFMAs, which dequantised operands would not need.
+MOST_NVFP4_ROWS = 64
 
 
 class Config(NamedTuple):
@@ -93,6 +102,10 @@ class Config(NamedTuple):
         chunk: elements of k whose scales are in LDS, a multiple of block_k and of 512.
         waves_per_simd: the occupancy that the compiler allocates registers for. With 2, it uses no AGPRs: otherwise it would
             reserve half of the registers for them.
+        parts_m, parts_n: numbers of parts of the rows and columns whose MFMAs alternate with copies and reads of later blocks of k;
+            0: MFMAs of a block follow its reads.
+        folds: number of slices of k that are further lines of the tile's operands. The result has a block for each pair of slices;
+            the blocks of equal slices are added. Rows of an MFMA that would repeat few tokens then contain other slices of k.
     """
 
     block_m: int
@@ -104,6 +117,9 @@ class Config(NamedTuple):
     stages: int
     chunk: int
     waves_per_simd: int = 1
+    parts_m: int = 0
+    parts_n: int = 0
+    folds: int = 1
 
 
 class Operand(NamedTuple):
@@ -111,19 +127,21 @@ class Operand(NamedTuple):
 
     Attributes:
         codes: [lines, elements or bytes]; lines are rows of a or columns of b. 16-bit floats are viewed as uint8.
-        scale: uint8 [lines, blocks of 32]; float32 [lines, 1], or one float32 for all lines; float32 [blocks of lines, blocks of
-            128], where a block of a is one line, and a block of b has 128 lines; or None.
+        scale: uint8 [lines, blocks of 32], or of 16 with nvfp4; float32 [lines, 1], or one float32 for all lines; float32 [blocks
+            of lines, blocks of 128], where a block of a is one line, and a block of b has 128 lines; or None.
+        alpha: of a in nvfp4: one float32, the factor of the result; otherwise None.
     """
 
     codes: Tensor
     scale: Tensor | None
+    alpha: Tensor | None = None
 
 
 class Partial(NamedTuple):
     """The splits' partial results.
 
     Attributes:
-        results: float32 [tiles, splits, block_m * block_n], in the order of `mm_device.fragment_offsets`.
+        results: float32 [tiles, splits, block_m * block_n], in the order of `result_device.fragment_offsets`.
         arrived: int32 [tiles], how many splits have stored their partial result; 0 before and after a launch.
     """
 
@@ -139,9 +157,9 @@ class Shape(NamedTuple):
         splits: number of splits.
         ragged: whether a block of k ends beyond k.
         one_row: whether all rows are in one tile.
-        scales: ``"mx"``: e8m0, for blocks of 32; ``"lines"``: float32, of a line, or of all lines with a stride of 0; ``"blocks"``:
-            float32, for blocks of 128; ``"none"``.
-        a_scale_words, b_scale_words: whether four e8m0 scales can be loaded as one aligned word.
+        scales: ``"mx"``: e8m0, for blocks of 32; ``"nvfp4"``: e4m3, for blocks of 16; ``"lines"``: float32, of a line, or of all
+            lines with a stride of 0; ``"blocks"``: float32, for blocks of 128; ``"none"``.
+        a_scale_words, b_scale_words: whether four one-byte scales can be loaded as one aligned word.
     """
 
     n: int
@@ -162,9 +180,15 @@ class Shape(NamedTuple):
     out_stride: int
 
 
-def config_of(m: int, n: int, compute_units: int, pair_bytes: int) -> Config:
-    """Selects the tile. ``pair_bytes``: bytes of two elements of the wider operand: 1 if both operands are mxfp4, otherwise 2; 4
-    for 16-bit floats, with at most 64 rows."""
+def config_of(m: int, n: int, compute_units: int, pair_bytes: int, block_scales: bool = False, k: int = 0) -> Config:
+    """Selects the tile.
+
+    Args:
+        pair_bytes: bytes of two elements of the wider operand: 1 if both operands are mxfp4 or nvfp4, otherwise 2; 4 for 16-bit
+            floats. 16-bit floats and nvfp4 have at most 64 rows.
+        block_scales: whether blocks of 128 elements have float32 scales.
+        k: elements along k.
+    """
     if m <= 64:
         block_m = max(16, 1 << (m - 1).bit_length())
         # Three stages of 64 rows and 64 columns would not fit into LDS, nor would two rings of 64 columns of 16-bit floats.
@@ -177,10 +201,12 @@ def config_of(m: int, n: int, compute_units: int, pair_bytes: int) -> Config:
         return Config(block_m, block_n, block_k, 1, 1, 4, min(8, stages), 4096)
     block_k = 256 // pair_bytes
     tiles = -(-m // 128) * -(-n // 128)
-    if tiles > compute_units:
+    if tiles > compute_units and (block_scales or k < LONG_BLOCKS * block_k):
         return Config(128, 128, block_k, 2, 2, 1, 2, 1024, 2)
     if 2 * tiles > compute_units:
-        return Config(128, 128, block_k, 4, 2, 1, 3, 1024, 2)
+        if block_scales:
+            return Config(128, 128, block_k, 4, 2, 1, 3, 1024, 2)
+        return Config(128, 128, block_k, 2, 2, 1, 4, 1024, parts_m=2, parts_n=4)
     return Config(64, 64, block_k, 2, 2, 1, 4, 1024)
 
 
@@ -217,6 +243,25 @@ def mm(
     return deliver(written, out)
 
 
+def mm_nvfp4(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    alpha: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    """See `tokenspeed_kernel_amd.mm`, which checks the arguments first. Both operands are nvfp4."""
+    m, n = a.shape[0], b.shape[1]
+    written = rows_to_write(out if is_near(out) else None, a, m, n, dtype=out_dtype or default_out_dtype(a))
+    if written.numel():
+        operands = operand_of(a, a_scale)._replace(alpha=alpha), operand_of(b.mT, b_scale.mT)
+        launch(*operands, written, bias, logical_k(a), "nvfp4", "nvfp4")
+    return deliver(written, out)
+
+
 _K: dict[str, Any] = {"k": between(BLOCK_MX, MOST_K) & multiple_of(BLOCK_MX)}
 for _name, _signatures, _traits in (
     ("mx", SIGNATURES, {"k": between(BLOCK_MX, MOST_K)}),
@@ -235,6 +280,19 @@ for _name, _signatures, _traits in (
         priority=Priority.SPECIALIZED,
         tags={"determinism"},
     )(mm)
+
+
+register_kernel(
+    "gemm",
+    "mm",
+    name="gluon_mm_nvfp4",
+    solution="gluon",
+    capability=GLUON_CDNA4,
+    signatures={format_signature(a=nvfp4_format(), b=nvfp4_format((BLOCK_NVFP4, 1)))},
+    traits={"bias": any, "wide_bias": any, "m": at_most(MOST_NVFP4_ROWS), **_K},
+    priority=Priority.SPECIALIZED,
+    tags={"determinism"},
+)(mm_nvfp4)
 
 
 def is_near(lines: Tensor | None) -> bool:
@@ -279,15 +337,17 @@ def launch(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, k: int, a_f
     m, n = out.shape
     compute_units = current_compute_units()
     pair_bytes = max(PAIR_BYTES[a_format], PAIR_BYTES[b_format])
-    config = config_of(m, n, compute_units, pair_bytes)
+    scales = "nvfp4" if a_format == "nvfp4" else scales_of(a, b)
+    config = config_of(m, n, compute_units, pair_bytes, scales == "blocks", k)
     tiles_m = -(-m // config.block_m)
     tiles = tiles_m * -(-n // config.block_n)
     splits, split_k = splits_of(config, tiles, k, compute_units, pair_bytes)
-    chunk = min(config.chunk, 1 << (split_k - 1).bit_length())
+    # nvfp4 has twice as many scales. LDS has no room for more than those of 2048 elements.
+    chunk = min(config.chunk // (2 if scales == "nvfp4" else 1), 1 << (split_k - 1).bit_length())
     blocks = -(-split_k // config.block_k)
     config = config._replace(chunk=chunk, stages=min(config.stages, blocks))
     shape = Shape(
-        n, k, split_k, splits, k % split_k != 0, tiles_m == 1, scales_of(a, b),
+        n, k, split_k, splits, k % split_k != 0, tiles_m == 1, scales,
         a_format, b_format, a.codes.stride(0), b.codes.stride(0),
         line_stride(a.scale), line_stride(b.scale), in_words(a.scale), in_words(b.scale), out.stride(0),
     )  # fmt: skip
