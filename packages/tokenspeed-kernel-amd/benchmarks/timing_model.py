@@ -354,18 +354,19 @@ class Tiles:
     together: Cycles
 
 
-def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
+def tiles_of(case: Case, launch: Any, fits: Any, device: Any) -> tuple[Tiles, Any]:
     """Returns the cost of a launch's tiles, and the simulation of the longest tiles together on one CU.
 
     Args:
         case: the call, which has so few tiles that no workgroup computes two, and some workgroups compute none.
         launch: the launch.
         fits: the occupancy: how many workgroups of the launch fit on a CU.
+        device: the device with the model's constants, a `gfx950_emulator.hardware.Device`.
     """
     from gfx950_emulator import timing
 
     counters = launch.counters
-    costs = timing.instruction_costs(counters)
+    costs = timing.instruction_costs(counters, device)
     spans = {start: costs[start : block.end] for start, block in launch.program.blocks.items()}
     work = counters.trace.work({start: sum(cost.weight for cost in some) for start, some in spans.items()})
     products = counters.trace.work({start: sum(cost.mfma for cost in some) for start, some in spans.items()})
@@ -408,11 +409,9 @@ def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
     return found
 
 
-def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
+def prefill_seconds(case: Case, tiles: Tiles, own_order: bool, device: Any) -> float:
     """Returns the compute time of a prefill on the whole device in seconds: the time of the CU with the most work."""
-    from gfx950_emulator import hardware as hw
-
-    units = hw.MI355X.compute_units
+    units = device.compute_units
     count = case.length // tiles.rows
     if own_order:
         xcds = math.gcd(case.heads, 8)
@@ -434,20 +433,22 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
                 alone[unit] = max(alone[unit], tiles.alone.idle + tiles.alone.tile(place))
                 heapq.heappush(loads, (least + tiles.together.tile(place), unit))
         load = [cycles for cycles, _ in sorted(loads, key=lambda entry: entry[1])]
-    return max(map(max, alone, load)) / hw.MI355X.clock_hz
+    return max(map(max, alone, load)) / device.clock_hz
 
 
-def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
-    """Returns the report row of a prefill, computed from a launch of the smaller prefill `case.sample`."""
+def prefill_launch(case: Case, launch: Any, own_order: bool, device: Any = None) -> dict[str, Any]:
+    """Returns the report row of a prefill, computed from a launch of the smaller prefill `case.sample`. ``device``: the device with
+    the model's constants, by default the MI355X of `gfx950_emulator.hardware`."""
     from gfx950_emulator import hardware as hw
     from gfx950_emulator.occupancy import occupancy
 
+    device = device or hw.MI355X
     fits = occupancy(launch.program.assembly, launch.waves, launch.lds)
-    tiles, full = tiles_of(case.sample, launch, fits)
-    compute = prefill_seconds(case, tiles, own_order)
+    tiles, full = tiles_of(case.sample, launch, fits, device)
+    compute = prefill_seconds(case, tiles, own_order, device)
     values = 2 * case.sequences * case.length * HEAD_DIM * (case.heads + case.kv_heads)  # q and out, k and v
-    memory = 2 * values / hw.MI355X.hbm_bytes_per_second
-    slow_memory = 2 * values / hw.MI355X.hbm_achieved_bytes_per_second
+    memory = 2 * values / device.hbm_bytes_per_second
+    slow_memory = 2 * values / device.hbm_achieved_bytes_per_second
     return {
         **_facts(launch, fits),
         "us": max(compute, memory) * 1e6,
