@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
