@@ -153,6 +153,17 @@ def test_a_load_needs_both_counters(wait: str) -> None:
     Snippet(text.replace(wait, "vmcnt(0) lgkmcnt(0)"), v=state, arrays=[data], sanitize=True).run()
 
 
+def test_a_load_completes_in_any_order() -> None:
+    """While a flat load is outstanding, vmcnt(1) does not say which of two loads has completed, whichever was issued first."""
+    data = np.zeros(64, np.uint32)
+    at = data.ctypes.data
+    loads = ["flat_load_dword v4, v[2:3]", "global_load_dword v6, v[2:3], off"]
+    for order, first in ((loads, "v4"), (loads[::-1], "v6")):
+        text = "\n".join((*order, f"s_waitcnt vmcnt(1) lgkmcnt(0)\nv_mov_b32_e32 v5, {first}"))
+        with pytest.raises(SanitizerError, match=f"{first} is used before an s_waitcnt"):
+            Snippet(text, v={2: at & MASK32, 3: at >> 32}, arrays=[data], sanitize=True).run()
+
+
 @pytest.mark.parametrize("line", ["flat_load_dword v4, v[2:3]", "flat_store_dword v[2:3], v4"])
 @pytest.mark.parametrize(("base", "limit"), [(SHARED_APERTURE, 64), (PRIVATE_APERTURE, 2**31)])
 def test_out_of_bounds(line: str, base: int, limit: int) -> None:

@@ -29,7 +29,7 @@ class Constant:
 
     Attributes:
         name: the field of `hardware.Device`.
-        fast, slow: the values that give the shortest and the longest times, in the field's unit.
+        fast, slow: the values of the field that give the shortest and the longest times.
         basis: the sources, abbreviated as in `hardware`.
         assumed: whether a bound has no public source.
     """
