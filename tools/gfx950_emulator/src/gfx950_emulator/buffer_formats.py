@@ -11,6 +11,7 @@ demand. Stores to scaled formats and to 10-bit and 11-bit floats are not impleme
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,14 +91,14 @@ class BufferFormat:
         if self.number == "sint":
             return signed.view(np.uint32)
         with np.errstate(all="ignore"):
-            value = {
+            convert: dict[str, Callable[[], np.ndarray]] = {
                 "unorm": lambda: bits / float((1 << width) - 1),
                 "snorm": lambda: np.maximum(signed / float(max(1, (1 << (width - 1)) - 1)), -1.0),
                 "uscaled": lambda: bits.astype(np.float64),
                 "sscaled": lambda: signed.astype(np.float64),
                 "float": lambda: self._float(bits, width),
-            }[self.number]()
-            return value.astype(np.float32).view(np.uint32)
+            }
+            return convert[self.number]().astype(np.float32).view(np.uint32)
 
     @staticmethod
     def _float(bits: np.ndarray, width: int) -> np.ndarray:
