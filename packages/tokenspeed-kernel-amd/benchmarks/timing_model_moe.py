@@ -457,7 +457,7 @@ class Other:
 
 
 OTHERS = {
-    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16)),
+    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16, 1024)),
     "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (1, 16)),
     "dense_ours": Other(("Qwen3-30B-A3B, bfloat16", "ours", "bfloat16"), (1, 16, 1024, 8192)),
     "dense": Other(("Qwen3-30B-A3B, bfloat16", "portable", "bfloat16"), (1, 16, 1024)),
