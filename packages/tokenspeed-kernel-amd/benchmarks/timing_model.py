@@ -7,6 +7,9 @@ installed: ``pip install --no-deps --target peer tokenspeed-kernel-amd==0.1.4``.
 The baseline's package has the same name as ours, so a separate process calls the baseline, through its public functions. The
 baseline imports Triton as ``tokenspeed_triton``; here this name is an alias of the installed Triton.
 
+``--kept`` names an earlier report instead: its times of the baseline are kept, and our times of the cases that ``--only`` leaves
+out.
+
 The public functions of both sides are called on the gfx950 emulator, with the same inputs. The output of the last sequence is
 compared with the fp32 reference. For decode and extend, the emulator executes whole grids and counts instructions.
 `gfx950_emulator.timing.predict` computes a time from these counts. The docstring of `predict` describes the model, and the
@@ -77,7 +80,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A call with sinks. Queries are bf16.
+    """A call with sinks.
 
     Attributes:
         operator: ``"prefill"``, ``"decode"`` or ``"extend"``.
@@ -88,6 +91,10 @@ class Case:
         bar: whether the pass criteria apply to this call. Other calls are shown for information.
         heads, kv_heads: numbers of query heads and of KV heads.
         fp8: whether the caches are fp8, with one scale each. The baseline is not called then.
+        fp16: whether the operands are fp16, for prefill; otherwise bf16. The baseline is not called for fp16.
+        peak: every query's score of one key, in nats, for prefill; other scores have a standard deviation of 1. 0: no such key. The
+            baseline is not called with such a key.
+        peak_at: the position of this key in each sequence.
         measured_us: the baseline's time on an MI355X, as its authors published (pull requests 165, 191 and 464 of their project).
     """
 
@@ -101,6 +108,14 @@ class Case:
     kv_heads: int = KV_HEADS
     fp8: bool = False
     measured_us: float | None = None
+    fp16: bool = False
+    peak: int = 0
+    peak_at: int = 0
+
+    @property
+    def compared(self) -> bool:
+        """Whether the baseline is called too."""
+        return not (self.fp8 or self.fp16 or self.peak)
 
     @property
     def name(self) -> str:
@@ -110,7 +125,8 @@ class Case:
             "extend": f"{self.sequences} x {self.new} new, {self.length - self.new} before",
         }[self.operator]
         window = f", window {self.window_left + 1}" if self.window_left >= 0 else ""
-        return f"{self.operator} {size}{window}{', fp8 cache' if self.fp8 else ''}"
+        peak = f", score of key {self.peak_at} = {self.peak}" if self.peak else ""
+        return f"{self.operator} {size}{window}{', fp8 cache' if self.fp8 else ''}{', fp16' if self.fp16 else ''}{peak}"
 
     @property
     def sample(self) -> Case:
@@ -134,7 +150,14 @@ class Case:
         }
         if self.operator == "prefill":
             keys, values = (normal(self.sequences * new, self.kv_heads, HEAD_DIM) for _ in range(2))
-            return {**common, "k": keys, "v": values, "cu_seqlens": steps * new, "max_seqlen": new}
+            operands = {"q": common["q"], "k": keys, "v": values}
+            if self.peak:  # the first column is 4 in every query, and 0 in every key but one
+                operands["q"][..., 0] = 4.0
+                keys[..., 0] = 0.0
+                keys[self.peak_at :: new] = 0.0
+                keys[self.peak_at :: new, :, 0] = self.peak / 4 * HEAD_DIM**0.5
+            operands = {name: operand.to(torch.float16 if self.fp16 else torch.bfloat16) for name, operand in operands.items()}
+            return {**common, **operands, "cu_seqlens": steps * new, "max_seqlen": new}
         pages = -(-self.length // PAGE_SIZE)
         places = torch.randperm(self.sequences * pages, generator=draw).int()
         keys, values = (normal(len(places), PAGE_SIZE, self.kv_heads, HEAD_DIM) for _ in range(2))
@@ -164,7 +187,10 @@ def _cases() -> list[Case]:
     measured = [Case("decode", 16, s, bar=False, measured_us=us) for s, us in ((1024, 9.74), (2048, 16.2), (4096, 25.3))]
     measured += [Case("prefill", b, s, bar=False, measured_us=us) for b, s, us in ((16, 1024, 317.0), (2, 8192, 1462.0))]
     fp8 = [Case("decode", b, s, bar=False, fp8=True) for b, s in ((16, 1024), (64, 1024), (16, 4096), (16, 8192))]
-    return prefill + decode + extend + others + measured + fp8
+    fp16 = [Case("prefill", 1, s, bar=False, fp16=True) for s in (1024, 4096)]
+    fp16 += [Case("prefill", 1, 1024, bar=False, fp16=True, peak=16, peak_at=at) for at in (0, 300)]
+    far = [Case("prefill", 1, 1024, bar=False, peak=peak) for peak in (40, 50)]
+    return prefill + decode + extend + others + measured + fp8 + fp16 + far
 
 
 CASES = _cases()
@@ -354,18 +380,19 @@ class Tiles:
     together: Cycles
 
 
-def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
+def tiles_of(case: Case, launch: Any, fits: Any, device: Any) -> tuple[Tiles, Any]:
     """Returns the cost of a launch's tiles, and the simulation of the longest tiles together on one CU.
 
     Args:
         case: the call, which has so few tiles that no workgroup computes two, and some workgroups compute none.
         launch: the launch.
         fits: the occupancy: how many workgroups of the launch fit on a CU.
+        device: the device with the model's constants, a `gfx950_emulator.hardware.Device`.
     """
     from gfx950_emulator import timing
 
     counters = launch.counters
-    costs = timing.instruction_costs(counters)
+    costs = timing.instruction_costs(counters, device)
     spans = {start: costs[start : block.end] for start, block in launch.program.blocks.items()}
     work = counters.trace.work({start: sum(cost.weight for cost in some) for start, some in spans.items()})
     products = counters.trace.work({start: sum(cost.mfma for cost in some) for start, some in spans.items()})
@@ -408,11 +435,9 @@ def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
     return found
 
 
-def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
+def prefill_seconds(case: Case, tiles: Tiles, own_order: bool, device: Any) -> float:
     """Returns the compute time of a prefill on the whole device in seconds: the time of the CU with the most work."""
-    from gfx950_emulator import hardware as hw
-
-    units = hw.MI355X.compute_units
+    units = device.compute_units
     count = case.length // tiles.rows
     if own_order:
         xcds = math.gcd(case.heads, 8)
@@ -434,20 +459,22 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
                 alone[unit] = max(alone[unit], tiles.alone.idle + tiles.alone.tile(place))
                 heapq.heappush(loads, (least + tiles.together.tile(place), unit))
         load = [cycles for cycles, _ in sorted(loads, key=lambda entry: entry[1])]
-    return max(map(max, alone, load)) / hw.MI355X.clock_hz
+    return max(map(max, alone, load)) / device.clock_hz
 
 
-def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
-    """Returns the report row of a prefill, computed from a launch of the smaller prefill `case.sample`."""
+def prefill_launch(case: Case, launch: Any, own_order: bool, device: Any = None) -> dict[str, Any]:
+    """Returns the report row of a prefill, computed from a launch of the smaller prefill `case.sample`. ``device``: the device with
+    the model's constants, by default the MI355X of `gfx950_emulator.hardware`."""
     from gfx950_emulator import hardware as hw
     from gfx950_emulator.occupancy import occupancy
 
+    device = device or hw.MI355X
     fits = occupancy(launch.program.assembly, launch.waves, launch.lds)
-    tiles, full = tiles_of(case.sample, launch, fits)
-    compute = prefill_seconds(case, tiles, own_order)
+    tiles, full = tiles_of(case.sample, launch, fits, device)
+    compute = prefill_seconds(case, tiles, own_order, device)
     values = 2 * case.sequences * case.length * HEAD_DIM * (case.heads + case.kv_heads)  # q and out, k and v
-    memory = 2 * values / hw.MI355X.hbm_bytes_per_second
-    slow_memory = 2 * values / hw.MI355X.hbm_achieved_bytes_per_second
+    memory = 2 * values / device.hbm_bytes_per_second
+    slow_memory = 2 * values / device.hbm_achieved_bytes_per_second
     return {
         **_facts(launch, fits),
         "us": max(compute, memory) * 1e6,
@@ -539,6 +566,7 @@ def publish(report: dict[str, Any], shown: str, options: argparse.Namespace, rea
         versions = (
             f"\n(Triton {metadata['triton']}, baseline: tokenspeed-kernel-amd {metadata['peer']})" if metadata["peer"] else ""
         )
+        versions += f"\nTimes that this run kept are from: `{metadata['kept']}`" if metadata.get("kept") else ""
         assumptions = [textwrap.fill(text, 132, initial_indent="- ", subsequent_indent="  ") for text in report["assumptions"]]
         body = "\n\n".join([shown, f"`{metadata['command']}`" + versions, "\n".join(assumptions)])
         readme.write_text(Marks(*marks).replaced(readme.read_text(), f"\n{body}\n"))
@@ -570,24 +598,31 @@ def metadata_of(program: Path, folder: Path | None) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose name matches this regular expression")
+    parser.add_argument("--kept", type=Path, metavar="REPORT.json", help="an earlier report, whose other times are kept")
     parser.add_argument("--as-peer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     cases = [case for case in CASES if re.search(options.only, case.name)]
     if options.as_peer is not None:
         prepare_peer(options.as_peer)
-        print(json.dumps(measure_all([case for case in cases if not case.fp8], peer)))
+        print(json.dumps(measure_all([case for case in cases if case.compared], peer)))
         return
     if options.peer is not None and not (options.peer / "tokenspeed_kernel_amd").is_dir():
         parser.error(f"--peer {options.peer}: there is no package tokenspeed_kernel_amd in this folder")
-    mine = measure_all(cases, ours)
-    others = measure_peer(options.peer, options.only) if options.peer is not None else {}
+    kept = json.loads(options.kept.read_text()) if options.kept else {"rows": [], "metadata": {"peer": ""}}
+    mine = {row["case"]: row["ours"] for row in kept["rows"]} | measure_all(cases, ours)
+    others = {row["case"]: row["peer"] for row in kept["rows"] if "peer" in row}
+    others |= measure_peer(options.peer, options.only) if options.peer is not None else {}
     rows = []
-    for case in cases:
+    for case in CASES:
+        if case.name not in mine:
+            continue
         row: dict[str, Any] = {"case": case.name, "bar": case.bar, "measured_us": case.measured_us, "ours": mine[case.name]}
         if case.name in others:
             row |= {"peer": others[case.name], "ratio": mine[case.name]["us"] / others[case.name]["us"]}
         rows.append(row)
     metadata = metadata_of(Path(__file__), options.peer)
+    metadata["peer"] = metadata["peer"] or kept["metadata"]["peer"]
+    metadata["kept"] = kept["metadata"].get("kept") or kept["metadata"].get("command", "")
     report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}
     publish(report, table(report), options, README)
 

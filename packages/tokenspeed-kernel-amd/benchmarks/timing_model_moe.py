@@ -58,13 +58,14 @@ ACTIVATIONS = {
     "unrounded": "none",
     "mxfp4": "mxfp4",
     "dense": "none",
+    "dense_ours": "none",
     "fp8_block": "fp8",
     "fp8_block_ours": "fp8",
     "qwen_ours": "fp8",
 }
 # Largest relative error of the output. If bf16 rounding changes a quantised value to the adjacent one, the error is larger in
 # smaller formats.
-ERRORS = {**dict.fromkeys(ACTIVATIONS, 0.02), "mxfp4": 0.08, "unrounded": 0.005, "dense": 0.01}
+ERRORS = {**dict.fromkeys(ACTIVATIONS, 0.02), "mxfp4": 0.08, "unrounded": 0.005, "dense": 0.01, "dense_ours": 0.01}
 LARGEST = {"w13_input_scale": 5.0, "w2_input_scale": 56.0}  # amax values from which the static scales are computed
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
 
@@ -224,6 +225,11 @@ def dense(layer: Layer) -> Callable[[], Tensor]:
     return _operator(layer, ACTIVATIONS["dense"], "triton_moe_apply", "canonical")
 
 
+def dense_ours(layer: Layer) -> Callable[[], Tensor]:
+    """Returns a call of our kernels, with bf16 weights."""
+    return _operator(layer, ACTIVATIONS["dense_ours"], "gluon_moe_apply_dense", "canonical")
+
+
 def fp8_block(layer: Layer) -> Callable[[], Tensor]:
     """Returns a call of the portable kernel, with fp8 block-scaled weights."""
     return _operator(layer, ACTIVATIONS["fp8_block"], "triton_moe_apply", "canonical")
@@ -357,7 +363,7 @@ def _run(name: str, side: Side, layer: Layer) -> tuple[list[Any], float]:
 
 def layer_of(name: str, tokens: int) -> Layer:
     """Returns the whole layer that a side computes: its sizes and its weight format."""
-    if name == "dense":
+    if name.startswith("dense"):
         return Layer(tokens, 2048, 768, 128, 8, "dense")
     if name.startswith("fp8_block"):
         return Layer(tokens, 7168, 2048, 32, 1, "fp8_block")
@@ -451,9 +457,10 @@ class Other:
 
 
 OTHERS = {
-    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16)),
+    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16, 1024)),
     "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (1, 16)),
-    "dense": Other(("Qwen3-30B-A3B, bfloat16", "portable", "bfloat16"), (1, 16)),
+    "dense_ours": Other(("Qwen3-30B-A3B, bfloat16", "ours", "bfloat16"), (1, 16, 1024, 8192)),
+    "dense": Other(("Qwen3-30B-A3B, bfloat16", "portable", "bfloat16"), (1, 16, 1024)),
     "fp8_block_ours": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "ours", "fp8, a scale per token"), (1, 16, 8192)),
     "qwen_ours": Other(("Qwen3-235B-A22B, fp8 blocks, a quarter of its experts", "ours", "fp8, a scale per token"), (8192,)),
     "fp8_block": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "portable", "fp8, a scale per token"), (1, 16)),

@@ -41,11 +41,13 @@ class RandomLayer:
         largest = {"w13_input_scale": 5.0, "w2_input_scale": 30.0} if self.plan.activation_dtype == "fp8_static" else {}
         scales = {name: torch.tensor([value / 448], device=device) for name, value in largest.items()}
         self.given = MoEWeights(*projections, **scales)
-        self.prepared = WEIGHTS[weight_format].prepare(self.given, self.plan)
+        self.prepared = self.given if weight_format == "dense" else WEIGHTS[weight_format].prepare(self.given, self.plan)
 
     def _projection(self, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         experts, exponent = self.plan.num_experts, 127 + round(torch.tensor(k**-0.5 / 3).log2().item())
         bias = self._normal(experts, rows) * 0.2 if self.plan.bias else None
+        if self.plan.weight_format == "dense":
+            return (self._normal(experts, rows, k) * k**-0.5).to(self.plan.dtype), None, bias
         if self.plan.weight_format == "fp8_block":
             scale = torch.rand(experts, -(-rows // 128), -(-k // 128), generator=self.random).to(self.device)
             return self._normal(experts, rows, k).to(torch.float8_e4m3fn), (0.5 + scale) * k**-0.5, bias

@@ -36,23 +36,7 @@ from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, register_package
 from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
-# AITER's signatures without annotations, from ROCm/aiter at commit e4048607a535ace3a2b51ded31b1c8c2d45c0879 (22 August 2026, 46
-# commits after v0.1.20). They equal those of v0.1.20, commit fc2e5d57fb5b8ad8e7e23f7103071dde798ea618.
-SIGNATURES = {
-    # aiter/ops/mha.py
-    "aiter.flash_attn_varlen_func": (
-        "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, min_seqlen_q=0, dropout_p=0.0, softmax_scale=None, "
-        "logits_soft_cap=0.0, causal=False, window_size=(-1, -1, 0), bias=None, alibi_slopes=None, deterministic=False, "
-        "return_lse=False, return_attn_probs=False, how_v3_bf16_cvt=1, block_table=None, out=None, cu_seqlens_q_padded=None, "
-        "cu_seqlens_k_padded=None, sink_ptr=None)"
-    ),
-    # aiter/ops/triton/attention/unified_attention.py
-    "aiter.ops.triton.attention.unified_attention.unified_attention": (
-        "(q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size, block_table, "
-        "softcap, q_descale, k_descale, v_descale, q_scales=None, alibi_slopes=None, output_scale=None, qq_bias=None, sinks=None, "
-        "shuffled_kv_cache=False, skip_reduce=False)"
-    ),
-}
+from . import aiter_signatures
 
 _CALLS: list[str] = []
 
@@ -60,14 +44,10 @@ _CALLS: list[str] = []
 def _with_signature(name: str) -> Callable[[Callable[[dict[str, Any]], Any]], Callable[..., Any]]:
     """Returns a decorator that gives a function the signature of the AITER function ``name``. The decorated function receives all
     arguments in one dict."""
-    namespace: dict[str, Any] = {}
-    exec(f"def function{SIGNATURES[name]}: ...", namespace)
-    signature = inspect.signature(namespace["function"])
-    assert str(signature) == SIGNATURES[name]
 
     def decorate(body: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
+            bound = aiter_signatures.bind(name, *args, **kwargs)
             passed = set(bound.arguments)
             bound.apply_defaults()
             ignored = {"min_seqlen_q", "deterministic", "how_v3_bf16_cvt"}
@@ -200,7 +180,7 @@ def aiter_missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def aiter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes the stand-in appear to be installed, on a pretended gfx950 with tensors on the CPU."""
-    for name in SIGNATURES:
+    for name in _READ:
         parts = name.split(".")[:-1]
         for end in range(1, len(parts) + 1):
             path = ".".join(parts[:end])

@@ -17,15 +17,14 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs
 from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
-from . import test_aiter
+from . import aiter_signatures, test_aiter
 
 aiter, specs = test_aiter.aiter, test_aiter.specs  # fixtures
 
 NAME = "aiter_moe_apply_dense"
 ACTIVATION, QUANT = SimpleNamespace(Silu=object(), Swiglu=object()), SimpleNamespace(No=object(), per_1x32=object())
-# The first parameters of fused_moe in aiter/fused_moe.py, from the commits that `test_aiter` names.
-PARAMETERS = ("hidden_states", "w1", "w2", "topk_weight", "topk_ids", "expert_mask", "activation", "quant_type")
-OPTIONAL = set(PARAMETERS[5:])
+# The parameters that the adapter passes.
+PASSED = {"hidden_states", "w1", "w2", "topk_weight", "topk_ids", "expert_mask", "activation", "quant_type"}
 
 
 def shuffle_weight(x: Tensor, layout: tuple[int, int] = (16, 16)) -> Tensor:
@@ -46,9 +45,8 @@ def unshuffled(x: Tensor) -> Tensor:
 def fused_moe(*arguments: Any, **named: Any) -> Tensor:
     """Computes AITER's documented result: gate rows come before up rows, the activation is SiLU, and masked experts are on other
     ranks."""
-    assert len(arguments) == 5
-    assert set(named) <= OPTIONAL
-    given = {**dict(zip(PARAMETERS, arguments, strict=False)), **named}
+    given = aiter_signatures.bind("aiter.fused_moe.fused_moe", *arguments, **named).arguments
+    assert set(given) == PASSED
     assert given["activation"] is ACTIVATION.Silu
     assert given["quant_type"] is QUANT.No
     x, ids, scale, mask = (given[name] for name in ("hidden_states", "topk_ids", "topk_weight", "expert_mask"))
@@ -59,6 +57,7 @@ def fused_moe(*arguments: Any, **named: Any) -> Tensor:
     assert scale.dtype == torch.float32
     assert mask.dtype == torch.int32
     assert mask.tolist() == [1] * len(w1) + [0]
+    assert (ids[:, -1] == len(w1)).all(), "AITER takes the last top-k slot for one without an expert"
     assert int(ids.min()) >= 0
     assert int(ids.max()) < len(mask)
     result = torch.zeros(x.shape)

@@ -7,7 +7,6 @@ way, which depends on whether gate and up are interleaved.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -33,7 +32,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
 )
 from tokenspeed_kernel_base.spec import KernelSpec
 
-from . import test_aiter
+from . import aiter_signatures, test_aiter
 from .experts import relative_error
 
 aiter, specs = test_aiter.aiter, test_aiter.specs  # fixtures
@@ -41,17 +40,6 @@ aiter, specs = test_aiter.aiter, test_aiter.specs  # fixtures
 NAMES = ("aiter_moe_apply_mxfp4_gpt_oss", "aiter_moe_apply_mxfp4_silu")
 ACTIVATION, QUANT = SimpleNamespace(Silu=object(), Swiglu=object()), SimpleNamespace(No=object(), per_1x32=object())
 CODES = torch.float4_e2m1fn_x2
-# AITER's signatures without annotations, from aiter/fused_moe.py and aiter/ops/shuffle.py of v0.1.20; see `test_aiter`.
-SIGNATURES = {
-    "fused_moe": "(hidden_states, w1, w2, topk_weight, topk_ids, expert_mask=None, activation=None, quant_type=None, "
-    "doweight_stage1=False, w1_scale=None, w2_scale=None, a1_scale=None, a2_scale=None, block_size_M=None, num_local_tokens=None, "
-    "moe_sorting_dispatch_policy=0, dtype=None, hidden_pad=0, intermediate_pad=0, bias1=None, bias2=None, splitk=0, "
-    "swiglu_limit=None, beta=None, linear_beta=None, gate_mode='separated')",
-    "shuffle_weight": "(x, layout=(16, 16), use_int4=False, is_guinterleave=False, gate_up=False, pad_k_to=0)",
-    "shuffle_scale": "(src, experts_cnt=None, is_guinterleave=False, gate_up=False)",
-    "shuffle_weight_a16w4": "(src, NLane, gate_up)",
-    "shuffle_scale_a16w4": "(src, experts_cnt, gate_up)",
-}
 BOUND = 256  # from this many tokens on, GPT-OSS's activations are quantised
 
 
@@ -112,6 +100,7 @@ def fused_moe(given: dict[str, Any]) -> Tensor:
     if gpt_oss:
         assert given["gate_mode"] == "interleave"
         assert mask.tolist() == [1] * experts + [0]
+        assert (ids[:, -1] == experts).all(), "AITER takes the last top-k slot for one without an expert"
         unrounded = len(x) < BOUND
     else:
         assert given["activation"] is ACTIVATION.Silu
@@ -165,16 +154,14 @@ def experts(aiter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "dtypes", SimpleNamespace(fp4x2=CODES), raising=False)
     modules = {"aiter.fused_moe": ModuleType("aiter.fused_moe"), "aiter.ops.shuffle": ModuleType("aiter.ops.shuffle")}
     for body in (fused_moe, shuffle_weight, shuffle_scale, shuffle_weight_a16w4, shuffle_scale_a16w4):
-        namespace: dict[str, Any] = {}
-        exec(f"def function{SIGNATURES[body.__name__]}: ...", namespace)
-        signature = inspect.signature(namespace["function"])
+        home = "aiter.fused_moe" if body is fused_moe else "aiter.ops.shuffle"
 
-        def call(*args: Any, _body: Any = body, _signature: inspect.Signature = signature, **kwargs: Any) -> Any:
-            bound = _signature.bind(*args, **kwargs)
+        def call(*args: Any, _body: Any = body, _name: str = f"{home}.{body.__name__}", **kwargs: Any) -> Any:
+            bound = aiter_signatures.bind(_name, *args, **kwargs)
             bound.apply_defaults()
             return _body(bound.arguments)
 
-        setattr(modules["aiter.fused_moe" if body is fused_moe else "aiter.ops.shuffle"], body.__name__, call)
+        setattr(modules[home], body.__name__, call)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
 

@@ -63,9 +63,11 @@ def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType) -> None:
 @pytest.mark.parametrize("own_order", [True, False])
 def test_prefill_on_idle_units(program: ModuleType, own_order: bool) -> None:
     """If there are fewer tiles than CUs, a prefill takes as long as its longest tile alone."""
+    from gfx950_emulator.hardware import MI355X
+
     tiles = program.Tiles(128, 2, program.Cycles(100.0, [300.0, 700.0]), program.Cycles(50.0, [200.0, 400.0]))
     case = program.Case("prefill", 1, 256, heads=8)
-    assert program.prefill_seconds(case, tiles, own_order) == pytest.approx(700 / 2.4e9)
+    assert program.prefill_seconds(case, tiles, own_order, MI355X) == pytest.approx(700 / 2.4e9)
 
 
 def test_a_folder_without_the_peer(program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

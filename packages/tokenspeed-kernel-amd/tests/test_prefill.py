@@ -125,19 +125,61 @@ def test_scores_far_from_zero(gpu: torch.device) -> None:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("far", [[40, 41, 240], [240]], ids=str)
 @pytest.mark.parametrize("options", [{}, {"window_left": 150, "sinks": True}, _slow({"logit_cap": 90.0})], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sums_that_grow_too_large(gpu: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_sums_that_grow_too_large(gpu: torch.device, dtype: torch.dtype, options: dict[str, Any], far: list[int]) -> None:
     """Results are correct if scores far from the diagonal exceed scores on the diagonal by 60, so that tiles are computed again.
     Other heads have no such scores."""
     inputs = _inputs([400, 70], gpu, dtype=dtype)
     inputs["q"][:, 0] = 1.0
     inputs["k"][:, 0] *= 0.1
-    inputs["k"][40:42, 0] = 7.5  # a score of 7.5 * 64 / 8
-    inputs["k"][240, 0] = 7.5
+    inputs["k"][far, 0] = 7.5  # a score of 7.5 * 64 / 8
     if "sinks" in options:
         options = {**options, "sinks": torch.tensor([50.0, -3.0, 0.0, 1.0], device=gpu)}
     _check(mha_prefill(**inputs, return_lse=True, **options), _reference(inputs, **options))
+
+
+def _instructions(counting: Any, inputs: dict[str, Tensor]) -> int:
+    """Returns how many instructions a prefill executes, and checks its results."""
+    counting.launches.clear()
+    _check(mha_prefill(**inputs, return_lse=True), _reference(inputs))
+    (launch,) = counting.launches
+    return int(launch.counters.instructions)
+
+
+@pytest.mark.parametrize(("dtype", "score"), [(torch.bfloat16, 40.0), (torch.float16, 12.0)], ids=str)
+def test_a_large_score_of_the_first_token(counting: Any, dtype: torch.dtype, score: float) -> None:
+    """No tile is computed again if the first token's scores are far above all others."""
+    inputs = _inputs([400], torch.device("cpu"), heads=1, kv_heads=1, dtype=dtype)
+    inputs["q"][..., 0] = 4.0
+    inputs["k"][..., 0] = 0.0
+    usual = _instructions(counting, inputs)
+    inputs["k"][0] = 0.0
+    inputs["k"][0, :, 0] = 2 * score
+    assert _instructions(counting, inputs) == usual
+
+
+def test_only_tiles_with_large_sums_are_computed_again(counting: Any, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workgroups compute eight tiles, of two sequences of one head. A tile with large sums is computed again, but not the
+    other tiles of its workgroup: one such tile adds far fewer instructions than six."""
+    module = importlib.import_module(f"tokenspeed_kernel_amd.{arch}.attention.prefill")
+    shared = importlib.import_module("tokenspeed_kernel_amd.gfx950.attention.prefill")
+    for each in {module, shared}:
+        if hasattr(each, "current_compute_units"):
+            monkeypatch.setattr(each, "current_compute_units", lambda: 1)
+    counts = []
+    for rows in ((), (slice(900, 912),), (slice(130, 512), slice(640, 1024))):
+        inputs = _inputs([512, 512], torch.device("cpu"), heads=1, kv_heads=1)
+        inputs["q"][..., 0] = 0.0
+        inputs["k"][..., 0] = 0.0
+        for some in rows:
+            inputs["q"][some, 0, 0] = 4.0
+        inputs["k"][[0, 512], :, 0] = 120.0  # a score of 60 with these queries
+        counts.append(_instructions(counting, inputs))
+        assert counting.launches[0].grid[0] <= 3
+    none, one, six = counts
+    assert none < one < none + (six - none) / 3
 
 
 def test_slices_of_a_fused_tensor(gpu: torch.device) -> None:

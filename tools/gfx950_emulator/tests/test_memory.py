@@ -14,7 +14,7 @@ from gfx950_emulator.snippet import Snippet
 from kernel_emulation.errors import EmulationError, SanitizerError, UnknownInstruction
 
 from .isa import MASK32, MASK64, WAVE, atomics, implemented, random_lanes, random_words
-from .walk import EXECS, Case, Load, Store, span, stored
+from .walk import EXECS, Case, Load, Store, loaded, span, stored
 
 LOADS: dict[str, Load] = {
     "ubyte": (1, False, "all"), "sbyte": (1, True, "all"), "ushort": (2, False, "all"), "sshort": (2, True, "all"),
@@ -178,7 +178,6 @@ def test_cache_swizzle_does_not_matter() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "buffer_load_dword v8, v1, s[4:7], 0 idxen",
         "buffer_load_dword v8, s1, s[4:7], 0 offen",
         "buffer_load_dword v8, v1, s[4:7], 0 offen tfe",
         "buffer_load_dwordx2 v1, s[4:7], 0 offen lds",
@@ -557,10 +556,53 @@ def test_scratch_follows_waves_that_part() -> None:
         assert np.array_equal(out, values + np.repeat(kinds, WAVE).astype(np.uint32))
 
 
-@pytest.mark.parametrize("text", ["scratch_load_dword v1, v2, off", "scratch_store_dword v2, v1, off"])
-def test_scratch_by_vector_address(text: str) -> None:
-    with pytest.raises(UnknownInstruction, match="vector address"):
-        Snippet(text)
+@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("name", LOADS)
+def test_scratch_loads_by_vector_address(name: str, sanitize: bool) -> None:
+    """Each lane has its own address: a vector register, plus a scalar register, plus an immediate."""
+    size, rng = LOADS[name][0], np.random.default_rng(7)
+    data = {i: random_lanes(rng) for i in range(4, 12)}
+    at = (rng.integers(0, 16 // size, WAVE) * size).astype(np.uint32)
+    for mask in EXECS:
+        s = Snippet(
+            f"""scratch_store_dwordx4 off, v[4:7], off offset:32
+            s_mov_b32 exec_lo, {mask & MASK32:#x}
+            s_mov_b32 exec_hi, {mask >> 32:#x}
+            scratch_load_{name} {span(8, size)}, v1, s9 offset:12
+            s_waitcnt vmcnt(0)""",
+            v={1: at, **data},
+            s={9: 20},
+            sanitize=sanitize,
+        ).run()
+        for lane in range(WAVE):
+            octets = b"".join(int(data[i][lane]).to_bytes(4, "little") for i in range(4, 8))
+            old = [int(data[8 + i][lane]) for i in range(max(1, size // 4))]
+            expected = loaded(LOADS[name], old, octets[int(at[lane]) :][:size]) if mask >> lane & 1 else old
+            assert [int(s.v(8 + i)[lane]) for i in range(len(old))] == expected, lane
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_scratch_stores_by_vector_address(name: str) -> None:
+    size, rng = STORES[name][0], np.random.default_rng(8)
+    data = {i: random_lanes(rng) for i in range(4, 12)}
+    at = (rng.integers(0, 16 // size, WAVE) * size).astype(np.uint32)
+    for mask in EXECS:
+        s = Snippet(
+            f"""scratch_store_dwordx4 off, v[4:7], off offset:32
+            s_mov_b32 exec_lo, {mask & MASK32:#x}
+            s_mov_b32 exec_hi, {mask >> 32:#x}
+            scratch_store_{name} v1, {span(8, size)}, off offset:32
+            s_mov_b64 exec, -1
+            scratch_load_dwordx4 v[12:15], off, off offset:32
+            s_waitcnt vmcnt(0)""",
+            v={1: at, **data},
+            sanitize=True,
+        ).run()
+        for lane in range(WAVE):
+            octets = bytearray(b"".join(int(data[i][lane]).to_bytes(4, "little") for i in range(4, 8)))
+            if mask >> lane & 1:
+                octets[int(at[lane]) : int(at[lane]) + size] = stored(STORES[name], [int(data[8 + i][lane]) for i in range(4)])
+            assert b"".join(int(s.v(i)[lane]).to_bytes(4, "little") for i in range(12, 16)) == octets, lane
 
 
 def test_scratch_before_its_begin() -> None:

@@ -59,7 +59,7 @@ GFX942 = Architecture(
     lacks=re.compile(
         r"buffer_atomic_pk_add_bf16|ds_read_b\d+_tr_b\d+|global_load_lds_dwordx[34]|v_ashr_pk_[iu]8_i32|v_bitop3_b\d+"
         r"|v_cvt_f32_bf16|v_cvt_pk_b?f16_f32|v_cvt_scalef32_\w+|v_cvt_sr_b?f16_f32|v_dot2c?_f32_bf16|v_permlane\d+_swap_b32"
-        r"|v_(pk_)?(maximum|minimum)3_f\d+|v_prng_b32"
+        r"|v_(pk_)?(maximum|minimum)3_f\d+|v_prng_b32|v_smfmac_[fi]32_(16x16x(64_b?f16|128_\w+)|32x32x(32_b?f16|64_\w+))"
     ),
     widest_direct_load=4,
 )

@@ -91,7 +91,7 @@ _LABEL = re.compile(r'^"?([.$\w]+)"?:')
 _FILE = re.compile(r'^\.file\s+(\d+)\s+(?:"([^"]*)"\s+)?"([^"]*)"')
 _LOC = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s+(\d+)[^;]*(?:;\s*(.*\S))?")
 _DIRECTIVE = re.compile(r"^\.amdhsa_(\w+)\s+(\S+)")
-_MNEMONIC = re.compile(r"^(?:v|s|ds|buffer|global|flat|scratch)_\w+$")
+_MNEMONIC = re.compile(r"^(?:v|s|ds|t?buffer|global|flat|scratch)_\w+$")
 _TARGET = re.compile(r'^\.amdgcn_target\s+"[^"]*-(\w+)(?::[^"]*)?"')  # the last part of the target triple
 _KERNEL = re.compile(r"^\.amdhsa_kernel\s+(\S+)")
 
@@ -231,7 +231,11 @@ def _split(text: str, separator: str) -> list[str]:
 
 def _modifier(value: str) -> object:
     if value.startswith("["):
-        return tuple(int(item, 0) for item in value.strip("[]").split(","))
+        return tuple(map(_number_or_name, value.strip("[]").split(",")))
+    return _number_or_name(value)
+
+
+def _number_or_name(value: str) -> int | str:
     try:
         return int(value, 0)
     except ValueError:

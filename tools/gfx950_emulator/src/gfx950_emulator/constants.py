@@ -9,6 +9,10 @@ SCALARS = 128
 CODE_BASE, CODE_STEP = 0x100000000, 4
 
 
+# Flat addresses with these upper 32 bits are LDS and scratch memory. Host addresses, which global memory has, are below 2**47.
+SHARED_APERTURE, PRIVATE_APERTURE = 1 << 48, 1 << 49
+
+
 def code_address(index: int) -> int:
     """Returns the made-up address of the instruction with this index."""
     return CODE_BASE + CODE_STEP * index

@@ -42,7 +42,8 @@ class Device:
         lds_port_load_bytes: bytes per cycle that the port of two SIMDs transfers for loads.
         l2_read_bytes_per_cycle, l2_write_bytes_per_cycle: bytes per cycle and CU to and from L2.
         lds_latency, l2_latency, hbm_latency, scalar_cache_miss: cycles.
-        transcendental_cycles: cycles for which a transcendental instruction holds the vector ALU.
+        lds_port_store_bytes: bytes per cycle that the port of two SIMDs transfers for stores.
+        transcendental_cycles, conversion_cycles: cycles for which a transcendental instruction or a conversion holds the VALU.
         mfma_result_slots: number of issue slots that a dependent instruction waits after the passes of an MFMA.
     """
 
@@ -56,6 +57,7 @@ class Device:
     lds_granule: int
     lds_read_banks: int
     lds_port_load_bytes: int
+    lds_port_store_bytes: int
     l2_read_bytes_per_cycle: int
     l2_write_bytes_per_cycle: int
     lds_latency: int
@@ -63,6 +65,7 @@ class Device:
     hbm_latency: int
     scalar_cache_miss: int
     transcendental_cycles: int
+    conversion_cycles: int
     mfma_result_slots: int
 
 
@@ -79,6 +82,7 @@ MI355X = Device(
     lds_granule=1280,  # LLVM Utils/AMDGPUBaseInfo.cpp, getLdsDwGranularity: 320 dwords with 160 KB of LDS
     lds_read_banks=64,  # HK, TRITON; CDNA4: 256 bytes a clock. MT4G streams 220
     lds_port_load_bytes=128,  # ROCPROF has 64 for 32 banks; half of CDNA4's 256 bytes per clock
+    lds_port_store_bytes=64,  # ROCPROF
     # CDNA4: 16 channels per XCD, each reads 128 and writes 64 bytes per clock, shared by 32 CUs. MT4G streams 48 and 22.
     l2_read_bytes_per_cycle=64,
     l2_write_bytes_per_cycle=32,
@@ -87,6 +91,7 @@ MI355X = Device(
     hbm_latency=768,  # MT4G
     scalar_cache_miss=48 + 119,  # MT4G
     transcendental_cycles=8,  # CDNA4 doubles the rate of CDNA3
+    conversion_cycles=16,  # LLVM SISchedule.td, SIDPGFX950FullSpeedModel, WriteFloatCvt: quarter rate
     # LLVM GCNHazardRecognizer.cpp, GFX940_XDL_N_PassWriteVgprVALUMemExpReadWaitStates: passes + 4 wait states on gfx950
     mfma_result_slots=5,
 )
@@ -102,6 +107,7 @@ MI300X = Device(
     lds_granule=512,  # LLVM Utils/AMDGPUBaseInfo.cpp, getLdsDwGranularity: 128 dwords
     lds_read_banks=32,  # CK
     lds_port_load_bytes=64,  # ROCPROF
+    lds_port_store_bytes=64,  # ROCPROF
     l2_read_bytes_per_cycle=53,  # CDNA3: the channels of CDNA4, shared by 38 CUs. MT4G streams 24 and 11
     l2_write_bytes_per_cycle=26,
     lds_latency=52,  # MT4G
@@ -109,6 +115,7 @@ MI300X = Device(
     hbm_latency=900,  # MT4G: mean; the median is 876, the 95th percentile 1115
     scalar_cache_miss=48 + 124,  # MT4G
     transcendental_cycles=16,  # LLVM SISchedule.td, SIDPGFX942FullSpeedModel: quarter rate
+    conversion_cycles=16,  # the same file, WriteFloatCvt
     mfma_result_slots=4,  # the same function of LLVM: passes + 3 wait states
 )
 
@@ -134,11 +141,10 @@ BARRIERS = 16  # LLVM Utils/AMDGPUBaseInfo.cpp, getMaxWorkGroupsPerCU; only work
 SLOT = 4  # cycles between two issue slots of a SIMD
 
 # Vector ALU. ROCPROF: 16 lanes wide, so 4 cycles per wave. LLVM SISchedule.td, SIDPGFX950FullSpeedModel, in multiples of 4 cycles:
-# 1 for 32-bit, 64-bit, packed, FMA, integer multiply and double precision operations; 4 for conversions and other quarter-rate
-# operations.
+# 1 for 32-bit, 64-bit, packed, FMA, integer multiply and double precision operations. `Device` has transcendental instructions and
+# conversions.
 
 VALU_CYCLES = 4
-QUARTER_RATE_CYCLES = 16
 TRANSCENDENTAL_F64_CYCLES = 16  # LLVM SISchedule.td, WriteTrans64
 
 # Matrix core. Passes: `gfx950_emulator.mfma`. A dependent instruction waits for the passes, and for `Device.mfma_result_slots`. An
@@ -153,10 +159,10 @@ SCALAR_CACHE_HIT = 48  # cycles, MT4G
 # LDS
 
 LDS_WRITE_BANKS = 32  # HK for 64-bit writes: 128 bytes a clock. MT4G streams 75
-# ROCPROF: two SIMDs share a port. The port transfers a store's addresses and data in turn, 16 addresses or 64 bytes per cycle.
+# ROCPROF: two SIMDs share a port. The port transfers a store's addresses and data in turn, 16 addresses or `Device`'s bytes per
+# cycle.
 LDS_PORTS = 2
 LDS_PORT_ADDRESS_CYCLES = 4
-LDS_PORT_STORE_BYTES = 64
 
 # Vector memory
 

@@ -342,7 +342,7 @@ def _unpacker(form: Format | str, size: int, registers: int, byte: int | None = 
     return _Recent(_narrow_unpacker(form, size, registers), size, byte)
 
 
-def _in_registers(matrix: np.ndarray, size: int) -> np.ndarray:
+def in_registers(matrix: np.ndarray, size: int) -> np.ndarray:
     """Returns a view of [waves, size, size] with the axes of 32-bit C and D registers: the first axes form the register's index r,
     the last axes the lane."""
     if size == 16:
@@ -360,7 +360,7 @@ def _addend(c: np.ndarray | float, dtype: type[np.floating]) -> np.ndarray | np.
     return dtype(c)
 
 
-def _canonical(result: np.ndarray) -> np.ndarray:
+def canonical(result: np.ndarray) -> np.ndarray:
     """Returns the bits of a float32 result, with every NaN replaced by the canonical NaN."""
     flat = result.reshape(-1)
     squares = np.dot(flat, flat)
@@ -379,13 +379,13 @@ def _product(size: int, unpack_a: Callable[..., np.ndarray], unpack_b: Callable[
         with np.errstate(all="ignore"):
             left = unpack_a(a, *scales[:1])
             right = unpack_b(b, *scales[1:])
-            matrix = _in_registers(np.matmul(left, right.transpose(0, 2, 1)), size)
+            matrix = in_registers(np.matmul(left, right.transpose(0, 2, 1)), size)
             addend = _addend(c, np.float32)
             if addend.ndim:
                 addend = addend.reshape(matrix.shape)
             result = np.empty((registers, a.shape[1]), np.float32)
             np.add(matrix, addend, out=result.reshape(matrix.shape), casting="same_kind", dtype=np.float64)
-            return _canonical(result)
+            return canonical(result)
 
     return compute
 
@@ -395,7 +395,7 @@ def _product_i8(size: int, unpack_a: Unpack, unpack_b: Unpack) -> Compute:
 
     def compute(a: np.ndarray, b: np.ndarray, c: Any) -> np.ndarray:
         # A sum of at most 64 products below 2**15 is exact in float64.
-        matrix = _in_registers(np.matmul(unpack_a(a), unpack_b(b).transpose(0, 2, 1)), size)
+        matrix = in_registers(np.matmul(unpack_a(a), unpack_b(b).transpose(0, 2, 1)), size)
         result = matrix.astype(np.int32, order="C").reshape(registers, -1).view(np.uint32)
         if type(c) is np.ndarray:
             result += c
@@ -429,7 +429,7 @@ def _chain_f32(size: int, k: int) -> Compute:
             for product in products:
                 np.add(product, total, out=shaped, casting="same_kind", dtype=np.float64)
                 total = shaped
-            return _canonical(result)
+            return canonical(result)
 
     return compute
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gfx950_emulator.constants import EXEC, M0, VCC
+from gfx950_emulator.constants import EXEC, M0, MASK32, PRIVATE_APERTURE, SHARED_APERTURE, VCC
 
 # The sanitizer numbers all registers: vector registers by their row, scalar registers from this number on.
 SCALAR_BASE = 1024
@@ -20,6 +20,11 @@ _SPECIAL = {
     "exec": (EXEC, 2), "exec_lo": (EXEC, 1), "exec_hi": (EXEC + 1, 1),
     "m0": (M0, 1), "flat_scratch": (102, 2), "flat_scratch_lo": (102, 1), "flat_scratch_hi": (103, 1),
     "xnack_mask": (104, 2), "xnack_mask_lo": (104, 1), "xnack_mask_hi": (105, 1),
+}  # fmt: skip
+# Apertures of flat addresses, 64 bits. A 32-bit operand reads the lower half, which is zero for a base.
+_APERTURES = {
+    "src_shared_base": SHARED_APERTURE, "src_shared_limit": SHARED_APERTURE | MASK32,
+    "src_private_base": PRIVATE_APERTURE, "src_private_limit": PRIVATE_APERTURE | MASK32,
 }  # fmt: skip
 _REGISTER = re.compile(r"^([vas])(\d+)$|^([vas])\[(\d+)(?::(\d+))?\]$")
 
@@ -107,6 +112,8 @@ def parse_operand(text: str, vgprs: int) -> Operand:
     if text in _SPECIAL:
         index, count = _SPECIAL[text]
         return Operand("s", index, count, **modifiers)
+    if text in _APERTURES:
+        return Operand("literal", literal=_APERTURES[text], raw=True, **modifiers)
     if text == "off":
         return Operand("off", text=whole)
     try:

@@ -5,7 +5,8 @@ to LDS are different, because other waves see their data. So each direct load is
 kernel whose wait covers one load too few reads stale data, as it may on hardware.
 
 The order of completion follows AMD's ISA document. Vector memory operations complete in order (vmcnt). LDS operations complete in
-order among themselves; scalar loads complete in any order (both count in lgkmcnt).
+order among themselves; scalar loads complete in any order (both count in lgkmcnt). Flat operations complete in any order, and count
+in both counters.
 """
 
 from __future__ import annotations
@@ -109,7 +110,11 @@ class Outstanding:
             self.wait_local(group, LGKMCNT_LIMIT)
 
     def wait_vector(self, group: Waiting, limit: int) -> None:
-        """Waits until at most ``limit`` vector memory operations are outstanding."""
+        """Waits until at most ``limit`` vector memory operations are outstanding. While a flat operation is outstanding, a limit
+        above 0 proves nothing, see `wait_local`.
+        """
+        if limit and limit < len(self.vector) <= VMCNT_LIMIT and _any_of(self.vector, "flat"):
+            return
         finished = self._finish(self.vector, limit)
         for entry in finished:
             if type(entry) is Deferred:
@@ -118,11 +123,11 @@ class Outstanding:
             group.shadow.arrived(finished)
 
     def wait_local(self, group: Waiting, limit: int) -> None:
-        """Waits until at most ``limit`` LDS operations and scalar loads are outstanding. A scalar load may overtake other
-        operations. So while a scalar load is outstanding, a wait with a limit above 0 does not prove that any operation has
+        """Waits until at most ``limit`` LDS operations and scalar loads are outstanding. A scalar load or a flat operation may
+        overtake other operations. So while one is outstanding, a wait with a limit above 0 does not prove that any operation has
         finished.
         """
-        if limit and any(type(e) is not Stored and e.memory.space == "scalar" for e in entries(self.local)):
+        if limit and _any_of(self.local, "scalar", "flat"):
             return
         finished = self._finish(self.local, limit)
         if finished and group.shadow is not None:
@@ -179,6 +184,15 @@ def entries(operations: Iterable[Operation]) -> Iterator[Entry]:
             yield from operation
         else:
             yield operation
+
+
+def _any_of(operations: Iterable[Operation], *spaces: str) -> bool:
+    """Returns whether an operation accesses one of the spaces."""
+    for entry in entries(operations):
+        memory = entry.bound.memory if isinstance(entry, Deferred) else None if isinstance(entry, Stored) else entry.memory
+        if memory is not None and memory.space in spaces:
+            return True
+    return False
 
 
 def _operation(parts: Iterable[Entry]) -> Operation:

@@ -49,7 +49,7 @@ def can_divide(launch: machine.Launch) -> bool:
     counters."""
     batches = -(-int(np.prod(launch.grid)) // launch.batch_size)
     atomics = any(
-        bound.memory is not None and bound.memory.space == "global" and bound.memory.direction == "atomic"
+        bound.memory is not None and bound.memory.space in ("global", "flat", "scalar") and bound.memory.direction == "atomic"
         for bound in launch.program.bound
     )
     watched = launch.counters is not None or launch.tracer is not None

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from gfx950_emulator import timing
+from gfx950_emulator import ranges, timing
 from gfx950_emulator.counters import Counters, Line
 from gfx950_emulator.driver import LaunchReport
 from kernel_emulation.report import headline, new_table, number
@@ -17,13 +17,14 @@ from kernel_emulation.report import headline, new_table, number
 def stats(report: LaunchReport, top: int) -> RenderableType:
     """Returns the tables with all statistics of a launch that was executed with counters."""
     counters: Counters = report.counters
-    prediction = timing.predict(report)
+    found = ranges.predict_range(report)
+    prediction = found.modelled
     parts: list[RenderableType] = [
         headline(report),
         _totals(report, counters),
         _occupancy(prediction),
         _histogram(counters),
-        _time(prediction),
+        _time(found),
         _hot_lines(counters, top),
     ]
     lines = counters.lines()
@@ -75,7 +76,8 @@ def _histogram(counters: Counters) -> Table:
     return table
 
 
-def _time(prediction: timing.Prediction) -> RenderableType:
+def _time(found: ranges.Range) -> RenderableType:
+    prediction = found.modelled
     full, alone = prediction.full, prediction.alone
     what = new_table(f"Modelled time: bound by {prediction.bound_by}", "", "", left=(0, 1))
     what.add_row("workgroup alone", f"{number(alone.cycles)} cycles")
@@ -86,6 +88,8 @@ def _time(prediction: timing.Prediction) -> RenderableType:
         f"{number(prediction.cycles)} cycles = {prediction.seconds * 1e6:.2f} us at {prediction.device.clock_hz / 1e9:.1f} GHz "
         f"(HBM alone {prediction.memory_seconds * 1e6:.2f} us), achievable {prediction.achievable_seconds * 1e6:.2f} us",
     )
+    low, high = (end.seconds * 1e6 for end in (found.fast, found.slow))
+    what.add_row("with fast, and with slow constants", f"{low:.2f} us, {high:.2f} us")
     if full.simulated < 1:
         what.add_row("simulated", f"{full.simulated:.0%} of the trace, the rest extrapolated")
     lifetime = sum(full.spent.values())

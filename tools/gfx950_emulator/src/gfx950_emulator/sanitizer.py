@@ -108,7 +108,8 @@ class RegisterShadow:
                 new = self._where(mask, new, self.unset.get(register))
             self._set(register, new)
             if memory is not None:
-                self.pending[register] = (bound,)
+                half = bound.extra.get("half")  # a flat operation is complete only if both counters say so
+                self.pending[register] = (bound,) if half is None else (bound, half)
                 self.watch.add(register)
 
     @staticmethod
@@ -136,9 +137,10 @@ class RegisterShadow:
             self.watch.add(register)
 
     def _not_waited(self, group: Group, register: int, load: Bound) -> Fault:
-        name = name_of(register, group.machine.launch.program.assembly.vgprs)
+        program = group.machine.launch.program
+        name = name_of(register, program.assembly.vgprs)
         counter = load.memory.counter if load.memory is not None else "counter"
-        source = _describe(group, load)
+        source = _describe(group, next((bound for bound in program.bound if bound.extra.get("half") is load), load))
         return Fault("wait", f"{name} is used before an s_waitcnt {counter} covers the load into it: {source}")
 
     def demand(self, group: Group, bound: Bound) -> None:

@@ -79,7 +79,7 @@ _CATEGORY = {
     "valu": "valu", "trans": "valu", "mfma": "valu", "vmem": "vmem", "salu": "scalar", "smem": "scalar", "lds": "lds",
     "branch": "branch",
 }  # fmt: skip
-_QUARTER_RATE = re.compile(
+_CONVERSION = re.compile(
     r"v_cvt_(f32_(i32|u32|f16|fp8|bf8)|(i32|u32|f16)_f32|(rpi|flr)_i32_f32|pk_(fp8|bf8)_f32|pk_f32_(fp8|bf8)|sr_(fp8|bf8)_f32|scalef32_)"
 )
 # The causes for which a wave may wait, in the order of the result tables.
@@ -169,11 +169,12 @@ class Prediction:
         return "HBM bandwidth" if self.memory_seconds >= self.compute_seconds else self.full.bound_by
 
 
-def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Prediction:
+def predict(report: LaunchReport, *, device: hw.Device | None = None, max_instructions: int = 300_000) -> Prediction:
     """Predicts the time of a launch that was executed with counters.
 
     Args:
         report: the launch's report.
+        device: the device whose constants the model uses, by default the emulated one. `gfx950_emulator.ranges` has others.
         max_instructions: the largest number of wave-instructions to simulate; the time of a longer trace is extrapolated.
 
     Raises:
@@ -185,12 +186,12 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
     fits = occupancy(report.program.assembly, report.waves, report.lds)
     if not fits.workgroups:
         raise ValueError(f"a workgroup of {report.kernel} does not fit on a compute unit: its {fits.limiter} allow none")
-    costs = instruction_costs(counters)
+    device = device or report.program.assembly.architecture.device
+    costs = instruction_costs(counters, device)
     weights = {start: sum(costs[i].weight for i in range(start, block.end)) for start, block in report.program.blocks.items()}
     work = counters.trace.work(weights)
     heaviest = min(work, key=lambda workgroup: (-work[workgroup], workgroup))
     traces = instructions_of(counters, heaviest)
-    device = report.program.assembly.architecture.device
     units = device.compute_units
     per_unit = Counter(workgroup % units for workgroup in work)
     resident = min(fits.workgroups, max(per_unit.values()))
@@ -270,15 +271,17 @@ class Cost:
         return max(self.turns * hw.SLOT, self.valu, self.mfma, self.banks, self.pipeline)
 
 
-def instruction_costs(counters: Counters) -> list[Cost]:
-    """Returns the cost of each instruction of a program, from the instruction and from the counters of its memory accesses."""
+def instruction_costs(counters: Counters, device: hw.Device | None = None) -> list[Cost]:
+    """Returns the cost of each instruction of a program, from the instruction and from the counters of its memory accesses.
+    ``device``: see `predict`."""
     executions = counters.executions()
-    return [_cost(counters, index, bound, int(executions[index])) for index, bound in enumerate(counters.program.bound)]
+    device = device or counters.program.assembly.architecture.device
+    return [_cost(counters, index, bound, int(executions[index]), device) for index, bound in enumerate(counters.program.bound)]
 
 
-def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost:
+def _cost(counters: Counters, index: int, bound: Bound, executions: int, device: hw.Device) -> Cost:
     instruction, unit = counters.program.assembly.instructions[index], bound.unit
-    mnemonic, device = instruction.mnemonic, counters.program.assembly.architecture.device
+    mnemonic = instruction.mnemonic
     if unit in ("barrier", "end"):
         return Cost(cause="barrier" if unit == "barrier" else "issue", kind=unit)
     if unit == "wait":
@@ -288,7 +291,7 @@ def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost
     cause = _UNIT_CAUSE.get(unit, "scalar")
     common: dict[str, Any] = {"category": _CATEGORY[unit], "cause": cause, "reads": bound.reads, "writes": bound.writes}
     if unit in ("valu", "trans"):
-        busy = _vector_cycles(mnemonic, unit, device.transcendental_cycles)
+        busy = _vector_cycles(mnemonic, unit, device.transcendental_cycles, device.conversion_cycles)
         return Cost(**common, valu=busy, latency=busy if busy > hw.SLOT else 0)
     if unit == "mfma":
         operation = bound.extra["mfma"]
@@ -333,10 +336,10 @@ def _idle_turns(mnemonic: str, operands: tuple[str, ...]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _vector_cycles(mnemonic: str, unit: str, transcendental: int) -> int:
+def _vector_cycles(mnemonic: str, unit: str, transcendental: int, conversion: int) -> int:
     if unit == "trans":
         return hw.TRANSCENDENTAL_F64_CYCLES if "_f64" in mnemonic else transcendental
-    return hw.QUARTER_RATE_CYCLES if _QUARTER_RATE.match(mnemonic) else hw.VALU_CYCLES
+    return conversion if _CONVERSION.match(mnemonic) else hw.VALU_CYCLES
 
 
 def _lds_cycles(bound: Bound, found: dict[str, float], device: hw.Device) -> tuple[float, float]:
@@ -344,11 +347,11 @@ def _lds_cycles(bound: Bound, found: dict[str, float], device: hw.Device) -> tup
     memory = bound.memory
     if memory is not None and memory.direction == "permute":
         # Data passes the port once in each direction, and passes the crossbar like 4-byte reads.
-        return 1.0, hw.LDS_PORT_ADDRESS_CYCLES + 4 * WAVE / hw.LDS_PORT_STORE_BYTES
+        return 1.0, hw.LDS_PORT_ADDRESS_CYCLES + 4 * WAVE / device.lds_port_store_bytes
     size = found["lds_bytes"]
     if memory is not None and memory.direction == "load":
         return found["lds_cycles"], max(hw.LDS_PORT_ADDRESS_CYCLES, size / device.lds_port_load_bytes)
-    return found["lds_cycles"], hw.LDS_PORT_ADDRESS_CYCLES + size / hw.LDS_PORT_STORE_BYTES
+    return found["lds_cycles"], hw.LDS_PORT_ADDRESS_CYCLES + size / device.lds_port_store_bytes
 
 
 def instructions_of(counters: Counters, workgroup: int) -> list[list[int]]:

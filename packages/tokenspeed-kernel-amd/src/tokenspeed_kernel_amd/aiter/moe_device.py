@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tokenspeed_kernel_amd.aiter.masked_device import with_masked_slot
 from tokenspeed_kernel_amd.aiter.package import load
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -38,16 +39,13 @@ def moe_apply(
     """
     if not topk_ids.numel():  # AITER rejects an empty batch
         return x.new_empty(x.shape) if out is None else out
-    # Top-k slots without an expert get the id of an extra expert, which the mask marks as not on this rank.
-    elsewhere = plan.num_experts
-    mask = topk_ids.new_ones(plan.num_experts + 1)
-    mask[elsewhere].zero_()
+    factors, ids, mask = with_masked_slot(topk_weights, topk_ids, plan.num_experts)
     found: Tensor = _fused_moe(
         x.contiguous(),
         weights.w13_weight,
         weights.w2_weight,
-        topk_weights.contiguous(),
-        topk_ids.where(topk_ids >= 0, elsewhere),
+        factors,
+        ids,
         expert_mask=mask,
         activation=_aiter.ActivationType.Silu,
         quant_type=_aiter.QuantType.No,

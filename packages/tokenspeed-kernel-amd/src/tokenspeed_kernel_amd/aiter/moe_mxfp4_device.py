@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tokenspeed_kernel_amd.aiter.masked_device import with_masked_slot
 from tokenspeed_kernel_amd.aiter.package import load
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -108,18 +109,14 @@ def moe_apply(
     w13, w2 = (each.view(_aiter.dtypes.fp4x2) for each in (weights.w13_weight, weights.w2_weight))
     w13.is_shuffled = w2.is_shuffled = True  # type: ignore[attr-defined]
     scales = {"w1_scale": weights.w13_weight_scale, "w2_scale": weights.w2_weight_scale}
-    here = topk_ids >= 0
     if weights.layout == _GPT_OSS:
-        # Top-k slots without an expert get the id of an extra expert, which the mask marks as not on this rank.
-        elsewhere = plan.num_experts
-        mask = topk_ids.new_ones(plan.num_experts + 1)
-        mask[elsewhere].zero_()
+        factors, ids, mask = with_masked_slot(topk_weights, topk_ids, plan.num_experts)
         found: Tensor = _fused_moe(
             pad(x, (0, _up(plan.hidden_size) - plan.hidden_size)).contiguous(),
             w13,
             w2,
-            topk_weights.contiguous(),
-            topk_ids.where(here, elsewhere),
+            factors,
+            ids,
             expert_mask=mask,
             activation=_aiter.ActivationType.Swiglu,
             quant_type=_aiter.QuantType.per_1x32,
@@ -134,7 +131,7 @@ def moe_apply(
             pad(x, (0, _up(plan.hidden_size) - plan.hidden_size)).contiguous(),
             w13,
             w2,
-            topk_weights.where(here, 0.0).contiguous(),
+            topk_weights.where(topk_ids >= 0, 0.0).contiguous(),
             topk_ids.clamp(min=0),
             activation=_aiter.ActivationType.Silu,
             quant_type=_aiter.QuantType.per_1x32,

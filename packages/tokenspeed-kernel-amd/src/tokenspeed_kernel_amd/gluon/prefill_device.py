@@ -249,8 +249,17 @@ def attend_window(
 ):
     """Updates the softmax state with all blocks from position ``begin`` to ``end``, where the diagonal begins.
 
-    Blocks before ``full_begin`` are masked. If there is a window and the row max may move, all blocks are masked.
+    Blocks before ``full_begin`` are masked. If there is a window and the row max may move, all blocks are masked. In fp16, the row
+    max moves in the first two blocks.
     """
+    if MAXIMUM == "stays" and q.dtype == gl.float16:
+        block_n: gl.constexpr = keys.shared.shape[1]
+        settled = gl.minimum(begin + 2 * block_n, end)
+        block, flight, state = attend_before_diagonal(
+            machine, q, keys, values, block, flight, state, band, scaling, begin, settled, end, WINDOWED, "moves"
+        )
+        begin = settled
+        full_begin = gl.maximum(full_begin, settled)
     if WINDOWED:
         masked_end = full_begin if MAXIMUM == "stays" else end
         block, flight, state = attend_before_diagonal(
@@ -313,26 +322,52 @@ def load_queries(q, location, first_row, head, strides, head_dim: gl.constexpr, 
 
 
 @gluon.jit
+def bit_of(turn):
+    """Returns the bit of tile ``turn`` of a workgroup in a set of tiles. Tiles from 31 on share a bit."""
+    return gl.to_tensor(1) << gl.minimum(turn, 31)
+
+
+@gluon.jit
+def next_chosen(
+    cu_seqlens, batch, location, turn, round_number, rank, chosen,
+    workers, cu, heads: gl.constexpr, block_m: gl.constexpr, tile_shape: gl.constexpr,
+):  # fmt: skip
+    """Returns ``location``, ``turn``, ``round_number`` and ``rank`` of the workgroup's first tile in the set ``chosen`` (`bit_of`),
+    from the given tile on."""
+    while (location.level >= 0) & ((chosen & bit_of(turn)) == 0):
+        turn += 1
+        round_number += (workers + tile_shape.cus - 1) // tile_shape.cus
+        next_rank = rank_of(round_number, cu, tile_shape.cus)
+        location = find_tile(
+            cu_seqlens, batch, location.level, location.rank + next_rank - rank, heads, block_m, tile_shape.block_b
+        )
+        rank = next_rank
+    return location, turn, round_number, rank
+
+
+@gluon.jit
 def attend_tiles(
     machine, operands, batch, keys, values, strides, scaling, window_left,
-    shape: gl.constexpr, variant: gl.constexpr, tile_shape: gl.constexpr, queries: gl.constexpr, MAXIMUM: gl.constexpr,
+    shape: gl.constexpr, variant: gl.constexpr, tile_shape: gl.constexpr, queries: gl.constexpr, chosen, MAXIMUM: gl.constexpr,
 ):  # fmt: skip
     """Computes a workgroup's tiles and stores their outputs.
 
     Args:
         machine: the architecture's part.
         queries: the layout of q, an operand of the MFMA.
-        MAXIMUM: "stays" or "moves", see `attend_block`: how the row max is treated after a tile's first block.
+        chosen: a set of the workgroup's tiles, see `bit_of`: only these are computed. All are computed if the row max stays.
+        MAXIMUM: "stays" or "moves", see `attend_block`: how the row max is treated after a tile's first block. In fp16, "stays"
+            begins after the blocks that `attend_window` names.
 
     Returns:
-        int32 [rows]: not 0 where the row sum of some tile became too large for a fixed row max.
+        int32 [rows]: per row, the set of tiles whose row sum became too large for a fixed row max.
     """
     block_m: gl.constexpr = tile_shape.block_m
     block_n: gl.constexpr = tile_shape.block_n
     heads: gl.constexpr = shape.heads
     dtype: gl.constexpr = operands.q.dtype.element_ty
     row_layout: gl.constexpr = gl.SliceLayout(1, queries.parent)
-    too_large = gl.zeros([block_m], gl.int32, row_layout)
+    repeat = gl.zeros([block_m], gl.int32, row_layout)
     # Consecutive workgroups run on different XCDs. Each XCD computes its own heads. So its L2 holds the keys of few heads.
     xcd = gl.program_id(0) % shape.xcds
     workers = gl.num_programs(0) // shape.xcds
@@ -343,6 +378,22 @@ def attend_tiles(
     round_number = worker // cus
     rank = rank_of(round_number, worker % cus, cus)
     location = find_tile(operands.cu_seqlens, batch, 1 << 30, rank, heads, block_m, tile_shape.block_b)
+    turn = gl.to_tensor(0)
+    if MAXIMUM == "moves":
+        location, turn, round_number, rank = next_chosen(
+            operands.cu_seqlens,
+            batch,
+            location,
+            turn,
+            round_number,
+            rank,
+            chosen,
+            workers,
+            worker % cus,
+            heads,
+            block_m,
+            tile_shape,
+        )
     while location.level >= 0:
         head = xcd * heads + location.rank % heads
         kv_head = head // shape.gqa_ratio
@@ -388,7 +439,7 @@ def attend_tiles(
         if left > block_n:
             # A row with a narrow window may see no key in the first block. Its row max is then still `LOWEST`, so the second block
             # must update it.
-            second: gl.constexpr = "moves" if variant.narrow else MAXIMUM
+            second: gl.constexpr = "moves" if variant.narrow or dtype == gl.float16 else MAXIMUM
             state = attend_block(
                 machine, q, keys, values, 1, first_row + block_n, state, band, scaling, True, variant.narrow, second
             )
@@ -397,9 +448,15 @@ def attend_tiles(
         )
         state = summed(state)
         if MAXIMUM == "stays":
-            too_large |= gl.where(state.row_sum <= largest_sum(dtype), 0, 1)
+            repeat |= gl.where(state.row_sum <= largest_sum(dtype), 0, bit_of(turn))
 
         state = machine.in_order(state)
         store_tile(operands, state, sink, location, first_row, head, row, strides, shape, variant, block_m)
         location = following
-    return too_large
+        turn += 1
+        if MAXIMUM == "moves":
+            location, turn, round_number, rank = next_chosen(
+                operands.cu_seqlens, batch, location, turn, round_number, rank, chosen, workers, worker % cus, heads, block_m,
+                tile_shape,
+            )  # fmt: skip
+    return repeat

@@ -179,16 +179,21 @@ def first_step(scores, v_head_dim: gl.constexpr, scaling):
 @gluon.constexpr_function
 def largest_sum(dtype):
     """Returns the row sum up to which `weigh` is valid: no weight became infinite when it was rounded to ``dtype``, and the PV
-    accumulators are finite if V is at most 2**87."""
-    return 2.0**15 if dtype == gl.float16 else 2.0**40
+    accumulators are finite if V is at most 2**63."""
+    return 2.0**15 if dtype == gl.float16 else 2.0**64
+
+
+@gluon.jit
+def bit_or(a, b):
+    return a | b
 
 
 @gluon.jit
 def in_some_row(found):
-    """Returns whether ``found``, int32 [rows], is not 0 in some row of the workgroup."""
-    # Every lane reads the same maximum from LDS. v_readfirstlane tells LLVM that the value is uniform.
-    most = gl.max(found, 0)
-    return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [most], dtype=gl.int32, is_pure=True, pack=1) != 0
+    """Returns the bits that are set in some row of ``found``, int32 [rows], as one value of the workgroup."""
+    # Every lane reads the same value from LDS. v_readfirstlane tells LLVM that the value is uniform.
+    bits = gl.reduce(found, 0, bit_or)
+    return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [bits], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ def _offsets(g: Group, row: int, lanes: np.ndarray | None, immediate: int) -> np
     return (at + np.uint32(immediate)).astype(np.int64)
 
 
-def _read(g: Group, bound: Bound, offsets: np.ndarray, lanes: np.ndarray | None, shape: Shape, row: int) -> None:
+def read_lds(g: Group, bound: Bound, offsets: np.ndarray, lanes: np.ndarray | None, shape: Shape, row: int) -> None:
     """Reads one value per lane from LDS into registers, starting with register ``row``."""
     machine, local = g.machine, g.machine.local
     if machine.counters is not None:
@@ -51,7 +51,7 @@ def _read(g: Group, bound: Bound, offsets: np.ndarray, lanes: np.ndarray | None,
     write_loaded(g, row, values, lanes, shape)
 
 
-def _write(g: Group, bound: Bound, offsets: np.ndarray, lanes: np.ndarray | None, shape: Shape, row: int) -> None:
+def write_lds(g: Group, bound: Bound, offsets: np.ndarray, lanes: np.ndarray | None, shape: Shape, row: int) -> None:
     """Writes one value per lane to LDS from registers, starting with register ``row``."""
     machine, local = g.machine, g.machine.local
     machine.progress += 1
@@ -89,7 +89,7 @@ def _bind_read(site: Site) -> Bound:
         _issue(g, bound)
         lanes = active(g)
         if lanes is None or len(lanes):
-            _read(g, bound, _offsets(g, at, lanes, immediate), lanes, shape, row)
+            read_lds(g, bound, _offsets(g, at, lanes, immediate), lanes, shape, row)
 
     writes, reads = tuple(range(row, row + shape.dwords)), site.ids([address])
     return_ = Access("lds", "load", shape.size, "lgkmcnt")
@@ -107,7 +107,7 @@ def _bind_write(site: Site) -> Bound:
         _issue(g, bound)
         lanes = active(g)
         if lanes is None or len(lanes):
-            _write(g, bound, _offsets(g, at, lanes, immediate), lanes, shape, row)
+            write_lds(g, bound, _offsets(g, at, lanes, immediate), lanes, shape, row)
 
     addressing = site.ids([address])
     reads = (*addressing, *range(row, row + shape.dwords))
@@ -132,8 +132,8 @@ def _bind_read2(site: Site) -> Bound:
         lanes = active(g)
         if lanes is None or len(lanes):
             offsets = [_offsets(g, at, lanes, immediate) for immediate in (first, second)]  # before a result overwrites the address
-            _read(g, bound, offsets[0], lanes, shape, row)
-            _read(g, bound, offsets[1], lanes, shape, row + shape.dwords)
+            read_lds(g, bound, offsets[0], lanes, shape, row)
+            read_lds(g, bound, offsets[1], lanes, shape, row + shape.dwords)
 
     reads = site.ids([address])
     bound = Bound(
@@ -158,8 +158,8 @@ def _bind_write2(site: Site) -> Bound:
         _issue(g, bound)
         lanes = active(g)
         if lanes is None or len(lanes):
-            _write(g, bound, _offsets(g, at, lanes, first), lanes, shape, a.index)
-            _write(g, bound, _offsets(g, at, lanes, second), lanes, shape, b.index)
+            write_lds(g, bound, _offsets(g, at, lanes, first), lanes, shape, a.index)
+            write_lds(g, bound, _offsets(g, at, lanes, second), lanes, shape, b.index)
 
     addressing = site.ids([address])
     bound = Bound(

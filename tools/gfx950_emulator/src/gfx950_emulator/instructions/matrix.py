@@ -1,10 +1,10 @@
-"""MFMA instructions. `gfx950_emulator.mfma` has the arithmetic and the element layouts."""
+"""MFMA instructions. `gfx950_emulator.mfma` and `gfx950_emulator.smfmac` have the arithmetic and the element layouts."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from gfx950_emulator import mfma
+from gfx950_emulator import mfma, smfmac
 from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.group import Group
 from gfx950_emulator.vector import U32, getter
@@ -37,3 +37,26 @@ def _bind(site: Site) -> Bound:
             registers[d0:d1] = operation.compute(registers[a0:a1], registers[b0:b1], addend)
 
     return Bound(run, site.ids([destination]), site.ids([a, b, c, *scales]), "mfma", extra={"mfma": operation})
+
+
+@binder(*smfmac.MNEMONICS)
+def _bind_sparse(site: Site) -> Bound:
+    """D += A x B for every wave, with A's elements at the positions that the last operand holds. EXEC is ignored here too."""
+    try:
+        operation = smfmac.bind_smfmac(site.mnemonic, dict(site.modifiers), site.architecture)
+    except ValueError as error:
+        raise site.unknown(str(error)) from None
+    site.modifiers.clear()
+    destination, a, b, positions = site.operands
+    counts = operation.c_registers, operation.a_registers, operation.b_registers, 1
+    for operand, count in zip(site.operands, counts, strict=True):
+        if operand.count != count:
+            raise site.unknown(f"{operand.text} has {operand.count} registers, {site.mnemonic} takes {count} here")
+    d0, d1, a0, a1, b0, b1 = (x for o in (destination, a, b) for x in (o.index, o.index + o.count))
+    at = positions.index
+
+    def run(g: Group) -> None:
+        registers = g.registers
+        registers[d0:d1] = operation.compute(registers[a0:a1], registers[b0:b1], registers[d0:d1], registers[at])
+
+    return Bound(run, site.ids([destination]), site.ids([a, b, destination, positions]), "mfma", extra={"mfma": operation})

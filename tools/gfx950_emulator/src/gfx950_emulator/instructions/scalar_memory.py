@@ -17,10 +17,10 @@ from gfx950_emulator.memory import signed64
 from gfx950_emulator.operands import Operand
 
 _COUNTS = {"dword": 1, "dwordx2": 2, "dwordx4": 4, "dwordx8": 8, "dwordx16": 16}
-_ADDRESS = (1 << 48) - 1  # bits of a buffer resource that hold the base address
+ADDRESS = (1 << 48) - 1  # bits of a buffer resource that hold the base address
 
 
-def _offset(site: Site, operand: Operand) -> Callable[[Group], Value]:
+def scalar_offset(site: Site, operand: Operand) -> Callable[[Group], Value]:
     """Returns a function that reads an offset: an unsigned scalar register or a signed 21-bit immediate, plus a further immediate
     (``s4 offset:0x10``).
     """
@@ -57,7 +57,7 @@ def _destination(site: Site, count: int) -> int:
 def _load(site: Site) -> Bound:
     """D = memory[SBASE + SOFFSET + immediate]."""
     count = _COUNTS[site.mnemonic.removeprefix("s_load_")]
-    to, base, offset = _destination(site, count), read64(site.operands[1]), _offset(site, site.operands[2])
+    to, base, offset = _destination(site, count), read64(site.operands[1]), scalar_offset(site, site.operands[2])
 
     def load(g: Group) -> None:
         at = signed64(base(g)) + offset(g)
@@ -76,10 +76,10 @@ def _buffer_load(site: Site) -> Bound:
     """Binds a scalar load through a buffer resource. Every dword beyond the buffer's range reads as zero."""
     count = _COUNTS[site.mnemonic.removeprefix("s_buffer_load_")]
     to, resource = _destination(site, count), site.operands[1]
-    base, records, offset = read64(resource), resource.index + 2, _offset(site, site.operands[2])
+    base, records, offset = read64(resource), resource.index + 2, scalar_offset(site, site.operands[2])
 
     def load(g: Group) -> None:
-        start, limit, at = base(g) & _ADDRESS, g.s32(records), offset(g)
+        start, limit, at = base(g) & ADDRESS, g.s32(records), offset(g)
         if type(start) is int and type(limit) is int and type(at) is int:
             first = start + at & ~3
             inside = max(0, min(count, (limit - at) // 4)) if at >= 0 else 0

@@ -1,6 +1,6 @@
-"""Scratch memory: private memory per lane, to which compilers spill registers.
+"""Scratch memory: private memory per lane, for spilled registers and for arrays.
 
-Only addresses that are equal in all lanes (a scalar register, an immediate) are implemented. Spills use such addresses.
+Spills use addresses that are equal in all lanes: a scalar register, an immediate. Arrays use a vector register as well.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import numpy as np
 from gfx950_emulator.access import Access
 from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.group import Group
+from gfx950_emulator.instructions import private_memory
 from gfx950_emulator.instructions.scalar_values import read32
-from gfx950_emulator.instructions.vector_memory import LOADS, STORES, active, write_loaded
+from gfx950_emulator.instructions.vector_memory import LOADS, STORES, Shape, active, per_lane, write_loaded
 from gfx950_emulator.memory import Fault
 from gfx950_emulator.operands import Operand
 
@@ -21,8 +22,6 @@ from gfx950_emulator.operands import Operand
 def _place(site: Site, vaddr: Operand, saddr: Operand, size: int) -> Callable[[Group], int]:
     """Returns a function that computes the offset of the access in each lane's scratch memory. The function raises `Fault` if the
     ``size`` bytes are out of bounds."""
-    if vaddr.file != "off":
-        raise site.unknown("scratch access by a vector address is not implemented")
     immediate = int(site.take("offset", 0))
     base = read32(saddr) if saddr.file != "off" else lambda g: 0
     allocated = site.assembly.descriptor.get("private_segment_fixed_size", 0)
@@ -35,6 +34,19 @@ def _place(site: Site, vaddr: Operand, saddr: Operand, size: int) -> Callable[[G
         if at < 0 or (allocated and at + size > allocated):
             raise Fault("out-of-bounds", f"scratch access of {size} bytes at {at:#x}; a lane has {allocated} bytes")
         return at
+
+    return compute
+
+
+def _places(site: Site, vaddr: Operand, saddr: Operand) -> Callable[[Group, np.ndarray], np.ndarray]:
+    """Returns a function that computes the offsets of an access by a vector register, int64 [N], in the scratch memory of the
+    given lanes: the register, plus a scalar register, plus an immediate, modulo 2**32."""
+    immediate = int(site.take("offset", 0))
+    base = read32(saddr) if saddr.file != "off" else lambda g: 0
+
+    def compute(g: Group, lanes: np.ndarray) -> np.ndarray:
+        at = g.U[vaddr.index][lanes].astype(np.int64) + per_lane(g, base(g), lanes) + immediate
+        return at & 0xFFFFFFFF
 
     return compute
 
@@ -53,6 +65,8 @@ def _bytes(words: np.ndarray) -> np.ndarray:
 def _load(site: Site) -> Bound:
     shape = LOADS[site.mnemonic.split("_load_")[1]]
     data, vaddr, saddr = site.operands
+    if vaddr.file != "off":
+        return _load_by_lane(site, shape, data, vaddr, saddr)
     row, place = data.index, _place(site, vaddr, saddr, shape.size)
 
     def run(g: Group) -> None:
@@ -78,6 +92,8 @@ def _load(site: Site) -> Bound:
 def _store(site: Site) -> Bound:
     shape = STORES[site.mnemonic.split("_store_")[1]]
     vaddr, data, saddr = site.operands
+    if vaddr.file != "off":
+        return _store_by_lane(site, shape, data, vaddr, saddr)
     row, place = data.index, _place(site, vaddr, saddr, shape.size)
 
     def run(g: Group) -> None:
@@ -101,4 +117,36 @@ def _store(site: Site) -> Bound:
     addressing = site.ids([vaddr, saddr])
     access = Access("scratch", "store", shape.size, "vmcnt")
     bound = Bound(run, (), (*data.ids, *addressing), "vmem", demands=addressing, memory=access)
+    return bound
+
+
+def _load_by_lane(site: Site, shape: Shape, data: Operand, vaddr: Operand, saddr: Operand) -> Bound:
+    row, places = data.index, _places(site, vaddr, saddr)
+    allocated = site.assembly.descriptor.get("private_segment_fixed_size", 0)
+
+    def run(g: Group) -> None:
+        g.queue.issue_vector(g, bound)
+        lanes = np.flatnonzero(g.mask)
+        if len(lanes):
+            private_memory.load_registers(g, places(g, lanes), lanes, shape, row, allocated)
+
+    writes, reads = tuple(range(row, row + shape.dwords)), site.ids([vaddr, saddr])
+    access = Access("scratch", "load", shape.size, "vmcnt")
+    bound = Bound(run, writes, (*reads, *writes) if shape.keeps else reads, "vmem", demands=reads, memory=access)
+    return bound
+
+
+def _store_by_lane(site: Site, shape: Shape, data: Operand, vaddr: Operand, saddr: Operand) -> Bound:
+    row, places = data.index, _places(site, vaddr, saddr)
+    allocated = site.assembly.descriptor.get("private_segment_fixed_size", 0)
+
+    def run(g: Group) -> None:
+        g.queue.issue_vector(g, bound)
+        lanes = np.flatnonzero(g.mask)
+        if len(lanes):
+            private_memory.store_registers(g, places(g, lanes), lanes, shape, row, allocated)
+
+    reads = site.ids([vaddr, saddr])
+    access = Access("scratch", "store", shape.size, "vmcnt")
+    bound = Bound(run, (), (*reads, *range(row, row + shape.dwords)), "vmem", demands=reads, memory=access)
     return bound

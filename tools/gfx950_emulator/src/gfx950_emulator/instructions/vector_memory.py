@@ -1,8 +1,9 @@
 """Vector memory: buffer and global instructions.
 
 Addressing follows the chapter on vector memory of AMD's CDNA3 ISA document. A raw buffer's range check is per dword. An access is
-out of range if ``inst_offset + voffset >= num_records - soffset``. Loads then return zero, and stores are dropped. Only buffers
-without stride and swizzle are implemented, the form that compilers emit for pointers.
+out of range if ``inst_offset + voffset >= num_records - soffset``. Loads then return zero, and stores are dropped. A buffer with a
+stride is accessed by an index (idxen), and an access is out of range if the index is at least num_records. Swizzled buffers are not
+implemented.
 """
 
 from __future__ import annotations
@@ -107,6 +108,13 @@ def per_lane(g: Group, value: int | np.ndarray, lanes: np.ndarray | None) -> int
     return spread if lanes is None else spread[lanes]
 
 
+_STRIDE, _EVERYTHING = 0x3FFF, 1 << 40  # bits of the stride; more bytes than any access has
+
+
+def _signed(value: int | np.ndarray) -> int | np.ndarray:
+    return value if type(value) is int else np.asarray(value).astype(np.int64)
+
+
 def _is_set(value: int | np.ndarray, bits: int) -> bool:
     """Returns whether any of the bits ``bits`` is set in any wave's value."""
     return bool(value & bits) if type(value) is int else bool((value & bits).any())
@@ -128,30 +136,37 @@ def buffer_address(
     """Returns a function that computes two int64 [N]: each lane's address, and the number of bytes from the address to the end of
     the buffer's range. This number may be negative.
     """
-    if site.take("idxen"):
-        raise site.unknown("indexed buffer access is not implemented")
-    offen, immediate = bool(site.take("offen", False)), int(site.take("offset", 0))
+    idxen, offen, immediate = bool(site.take("idxen", False)), bool(site.take("offen", False)), int(site.take("offset", 0))
     base, records, flags = read64(resource), resource.index + 2, resource.index + 3
     scalar = read32(soffset)
-    if offen and vaddr.file != "v":
-        raise site.unknown("offen without a vector register")
+    if vaddr.file != ("v" if idxen or offen else "off") or vaddr.count != (idxen + offen):
+        raise site.unknown(f"{vaddr.text} does not hold the address of {'idxen ' * idxen}{'offen' * offen}")
+    at_offset = vaddr.index + idxen
 
     def compute(g: Group, lanes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         start, limit, shift, flag = base(g), g.s32(records), scalar(g), g.s32(flags)
-        if _is_set(start, 0xBFFF << 48):  # stride and swizzle are set; bit 62, cache swizzle, does not affect addresses
-            raise Fault("resource", f"buffer resource with a stride ({start >> 48}) is not implemented")
+        if _is_set(start, 0x8000 << 48):
+            raise Fault("resource", "swizzled buffer resource is not implemented")
+        if not idxen and _is_set(start, _STRIDE << 48):  # bit 62, cache swizzle, does not affect addresses
+            raise Fault("resource", f"buffer resource with a stride ({start >> 48}), accessed without an index, is not implemented")
         if _is_set(flag, 1 << 23):  # ADD_TID_ENABLE
             raise Fault("resource", "buffer resource that adds the thread id is not implemented")
+        stride = per_lane(g, _signed(start >> 48 & _STRIDE), lanes)
         start = signed64(start & (1 << 48) - 1)
         count = g.lanes if lanes is None else len(lanes)
-        offset = _row(g, vaddr.index, lanes).astype(np.int64) if offen else np.zeros(count, np.int64)
+        offset = _row(g, at_offset, lanes).astype(np.int64) if offen else np.zeros(count, np.int64)
         if immediate:
             offset += immediate
         shift = per_lane(g, shift, lanes)
         room = per_lane(g, limit, lanes) - shift - offset
         if g.shadow is not None and offen:
-            _check_negative(_row(g, vaddr.index, lanes), room)
-        return offset + (per_lane(g, start, lanes) + shift), room
+            _check_negative(_row(g, at_offset, lanes), room)
+        address = offset + (per_lane(g, start, lanes) + shift)
+        if idxen:
+            index = _row(g, vaddr.index, lanes).astype(np.int64)
+            address += index * stride
+            room = np.where(np.asarray(stride) == 0, room, np.where(index < per_lane(g, limit, lanes), _EVERYTHING, 0))
+        return address, room
 
     return compute
 
@@ -250,7 +265,7 @@ def _store(site: Site) -> Bound:
         if lanes is not None and not len(lanes):
             return
         at, room = address(g, lanes)
-        _demand_stored(g, row, lanes, room, shape)
+        demand_stored(g, row, lanes, room, shape)
         values = g.registers[row : row + dwords]
         if lanes is not None:
             values = values[:, lanes]
@@ -281,7 +296,7 @@ def _store(site: Site) -> Bound:
     return bound
 
 
-def _demand_stored(g: Group, row: int, lanes: np.ndarray | None, room: np.ndarray | None, shape: Shape) -> None:
+def demand_stored(g: Group, row: int, lanes: np.ndarray | None, room: np.ndarray | None, shape: Shape) -> None:
     """Checks that stored data is initialised. Lanes beyond a buffer's range store nothing, and are not checked."""
     if g.shadow is None or g.shadow.watch.isdisjoint(range(row, row + shape.dwords)):
         return
@@ -293,20 +308,20 @@ def _demand_stored(g: Group, row: int, lanes: np.ndarray | None, room: np.ndarra
 
 # Atomics
 
-_ATOMICS: dict[str, tuple[str, int]] = {}
+ATOMICS: dict[str, tuple[str, int]] = {}
 for _name in operations(32):
-    _ATOMICS[_name] = (_name, 32)
+    ATOMICS[_name] = (_name, 32)
 for _name in operations(64):
-    _ATOMICS[_name if _name.endswith("f64") else f"{_name}_x2"] = (_name, 64)
-_ATOMICS |= {"cmpswap": ("cmpswap", 32), "cmpswap_x2": ("cmpswap", 64)}
+    ATOMICS[_name if _name.endswith("f64") else f"{_name}_x2"] = (_name, 64)
+ATOMICS |= {"cmpswap": ("cmpswap", 32), "cmpswap_x2": ("cmpswap", 64)}
 
 
-@binder(*(f"{space}_atomic_{name}" for space in ("buffer", "global") for name in _ATOMICS))
+@binder(*(f"{space}_atomic_{name}" for space in ("buffer", "global") for name in ATOMICS))
 def _atomic(site: Site) -> Bound:
     """Binds an atomic. With sc0 it returns the old value: global atomics to a separate destination operand, buffer atomics to the
     data operand. Without sc0 it returns nothing.
     """
-    name, bits = _ATOMICS[site.mnemonic.split("_atomic_")[1]]
+    name, bits = ATOMICS[site.mnemonic.split("_atomic_")[1]]
     returns = bool(site.take("sc0", False) or site.take("glc", False))
     is_buffer = site.mnemonic.startswith("buffer")
     destination = site.operands[0] if returns else None

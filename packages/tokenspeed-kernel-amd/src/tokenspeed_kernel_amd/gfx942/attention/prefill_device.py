@@ -93,10 +93,12 @@ def mha_prefill_gfx942(
     values = allocate_rows(dtype, [1, shape.v_head_dim, block_n], value_storage, value_rows, strides.v_token * VECTOR)
     machine = Machine(fetch, land, qk, pv, in_order)
     scaling = Scaling(scale, cap, variant.capped)
-    too_large = attend_tiles(
-        machine, operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, queries, "stays"
-    )
-    if in_some_row(too_large):
+    repeat = attend_tiles(
+        machine, operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, queries, -1, "stays"
+    )  # fmt: skip
+    repeat = in_some_row(repeat)
+    if repeat != 0:
         attend_tiles(
-            machine, operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, queries, "moves"
-        )
+            machine, operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, queries,
+            repeat, "moves",
+        )  # fmt: skip

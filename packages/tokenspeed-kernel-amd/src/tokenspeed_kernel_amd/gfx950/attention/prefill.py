@@ -5,8 +5,10 @@ sequence's length.
 
 The mainloop of a tile starts at the diagonal key blocks. The row max of the first diagonal block is kept for the whole tile. So
 later unnormalised probabilities may exceed 1. bf16 and fp32 represent them with the same relative precision as smaller values. A
-fixed row max saves the max reduction and the rescaling of O in every further iteration. If a row sum grows too large (above 2**40,
-or above 2**15 in fp16), the workgroup computes all its tiles a second time, with the usual online softmax."""
+fixed row max saves the max reduction and the rescaling of O in every further iteration. fp16 has a smaller range: the row max
+includes the other diagonal block, and the first two blocks before the diagonal. These often have the largest scores, the first
+token's. If a row sum grows too large nevertheless (above 2**64, or above 2**15 in fp16), the workgroup computes the tile a second
+time, with the usual online softmax."""
 
 from __future__ import annotations
 

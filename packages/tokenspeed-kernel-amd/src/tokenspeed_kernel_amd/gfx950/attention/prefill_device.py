@@ -65,12 +65,14 @@ def mha_prefill_gfx950(
     values = allocate_rows(dtype, [2, block_n, shape.v_head_dim], layouts.values, layouts.value_copy, strides.v_token * VECTOR)
     machine = Machine(fetch, land, qk, pv, in_order)
     scaling = Scaling(scale, cap, variant.capped)
-    too_large = attend_tiles(
-        machine, operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, layouts.queries, "stays"
-    )
-    if in_some_row(too_large):
+    repeat = attend_tiles(
+        machine, operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, layouts.queries,
+        -1, "stays",
+    )  # fmt: skip
+    repeat = in_some_row(repeat)
+    if repeat != 0:
         copies.wait_group(0)
         attend_tiles(
             machine, operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, layouts.queries,
-            "moves",
+            repeat, "moves",
         )  # fmt: skip

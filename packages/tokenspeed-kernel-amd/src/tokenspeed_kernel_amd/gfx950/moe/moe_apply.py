@@ -1,4 +1,4 @@
-"""`moe_apply` with mxfp4 and fp8 block-scaled weights on CDNA4.
+"""`moe_apply` with mxfp4 and fp8 block-scaled weights on CDNA4. ``dense`` has bf16 weights.
 
 Each weight format has one layout, see `mxfp4_layout` and `fp8_block_layout`. Two groups of kernels read these layouts: `few` for
 the smallest batches, in two launches; and `grouped`, which sorts (token, expert) pairs by expert. `few_enough` decides, mostly by
