@@ -7,8 +7,8 @@ producer warps load. These warps load the weights of qkv and of the projection a
 of the experts as soon as the experts are known. So the time of a layer is the sum of the latencies of the steps, of which one, the
 first GEMM of the experts, is bound by memory. The model's sum, made before the kernel, is 37.8 us.
 
-Measurements of `h200_persistent.py`, microseconds of a layer with a context of 1,024. Separate launches take 50, 59, 82
-and 127 for one, two, four and eight tokens. The versions of the kernel, for one token:
+Measurements of `h200_persistent.py`, microseconds of a layer with a context of 1,024. Separate launches take 50, 59, 82 and 127 for
+one, two, four and eight tokens. The versions of the kernel, for one token:
 
 * 55.1: the first version;
 * 47.1: counters instead of polled words for most exchanges, one CTA instead of 16 for the 128 keys of a window;
@@ -23,13 +23,13 @@ and 127 for one, two, four and eight tokens. The versions of the kernel, for one
 * 38.4: readers poll the experts' results without a counter, because few threads read them; no sorting of one token's experts; at
   most 9 stages in flight once the MMAs of a dense GEMM have begun.
 
-Two tokens take 51.5, four 79, eight 128.5. What changed nothing, or made it slower: prefetches of dense weights into L2 (0.4 us slower), holding
-back the loads of w2 until the activations have arrived, polling words without counters (1 to 2 us slower for each exchange but
-those of qkv and of attention), more or fewer stages in flight (2: 1 to 3 us slower; 9: 1 us).
+Two tokens take 51.5, four 79, eight 128.5. What changed nothing, or made it slower: prefetches of dense weights into L2 (0.4 us
+slower), holding back the loads of w2 until the activations have arrived, polling words without counters (1 to 2 us slower for each
+exchange but those of qkv and of attention), more or fewer stages in flight (2: 1 to 3 us slower; 9: 1 us).
 
 What remains, from the trace: from the last MMAs of w13 to the first of w2 4.5 us, and from the last MMAs of w2 to the next layer's
-first MMAs 4.5 us, although a load from L2 takes 0.7: w2's and qkv's weights are loaded at the same time, and SMs differ by 1 to 2 us
-in the time of their loads. Readers of the layer's output first wait for the counter and then load words: two latencies.
+first MMAs 4.5 us, although a load from L2 takes 0.7: w2's and qkv's weights are loaded at the same time, and SMs differ by 1 to 2
+us in the time of their loads. Readers of the layer's output first wait for the counter and then load words: two latencies.
 """
 
 from __future__ import annotations
