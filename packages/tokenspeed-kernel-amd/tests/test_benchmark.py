@@ -18,6 +18,11 @@ def program(timing_programs: Callable[[str], ModuleType]) -> ModuleType:
     return timing_programs("timing_model")
 
 
+@pytest.fixture
+def tiles_program(timing_programs: Callable[[str], ModuleType]) -> ModuleType:
+    return timing_programs("timing_tiles")
+
+
 def test_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Measures each operator, and writes a report and a README."""
     heads: dict[str, Any] = {"heads": 4, "kv_heads": 2}
@@ -46,13 +51,13 @@ def test_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert program.table(report) in capsys.readouterr().out
 
 
-def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType) -> None:
+def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType, tiles_program: ModuleType) -> None:
     """Every tile is assigned once, and the cycles of tiles equal values that were computed by hand."""
-    cycles = program.Cycles(100.0, [300.0, 500.0, 700.0, 900.0])
-    tiles = program.Tiles(128, 2, cycles, cycles)
+    cycles = tiles_program.Cycles(100.0, [300.0, 500.0, 700.0, 900.0])
+    tiles = tiles_program.Tiles(128, 2, cycles, cycles)
     case = program.Case("prefill", 3, 1024, heads=16)
     workers = 64
-    found = program.own_tiles(case, tiles, workers)
+    found = tiles_program.own_tiles(case, tiles, workers)
     assert sorted(found) == list(range(workers))
     handed_out = sorted(place for places in found.values() for place in places)
     assert handed_out == sorted(place for place in range(8) for _ in range(3 * 16))
@@ -61,13 +66,13 @@ def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("own_order", [True, False])
-def test_prefill_on_idle_units(program: ModuleType, own_order: bool) -> None:
+def test_prefill_on_idle_units(program: ModuleType, tiles_program: ModuleType, own_order: bool) -> None:
     """If there are fewer tiles than CUs, a prefill takes as long as its longest tile alone."""
     from gfx950_emulator.hardware import MI355X
 
-    tiles = program.Tiles(128, 2, program.Cycles(100.0, [300.0, 700.0]), program.Cycles(50.0, [200.0, 400.0]))
+    tiles = tiles_program.Tiles(128, 2, tiles_program.Cycles(100.0, [300.0, 700.0]), tiles_program.Cycles(50.0, [200.0, 400.0]))
     case = program.Case("prefill", 1, 256, heads=8)
-    assert program.prefill_seconds(case, tiles, own_order, MI355X) == pytest.approx(700 / 2.4e9)
+    assert tiles_program.prefill_seconds(case, tiles, own_order, MI355X) == pytest.approx(700 / 2.4e9)
 
 
 def test_a_folder_without_the_peer(program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

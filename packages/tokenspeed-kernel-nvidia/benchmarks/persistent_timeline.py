@@ -17,15 +17,15 @@ one, two, four and eight tokens. The versions of the kernel, for one token:
   step became shorter, but loads that other warps wait for became longer by as much: the copies had been slow enough before;
 * 43.5: at most 4 to 6 stages of a CTA in flight. Bulk copies of all 18 stages are a queue of 4 us in front of every other load,
   also of loads that hit L2. Keys and values are prefetched into L2 before the weights of their layer;
-* 40.3: no fences. A fence waits for all stores, which takes up to 3 us while weights are loaded. Counters are now hints, and only
-  the tags of the words say that data are there. Activations and the experts' results have tags, too;
+* 40.3: no fences. A fence waits for all stores, which takes long while weights are loaded. Counters are now hints, and only the
+  tags of the words say that data are there. Activations and the experts' results have tags, too;
 * 39.7: stages of 9 KB, of which five hold eight rows of qkv; the token's row is split for the experts while the logits travel;
 * 38.4: readers poll the experts' results without a counter, because few threads read them; no sorting of one token's experts; at
   most 9 stages in flight once the MMAs of a dense GEMM have begun.
 
 Two tokens take 51.5, four 79, eight 128.5. What changed nothing, or made it slower: prefetches of dense weights into L2 (0.4 us
-slower), holding back the loads of w2 until the activations have arrived, polling words without counters (1 to 2 us slower for each
-exchange but those of qkv and of attention), more or fewer stages in flight (2: 1 to 3 us slower; 9: 1 us).
+slower), holding back the loads of w2 until the activations have arrived, polling words without counters (0.3 to 2.3 us slower
+for each of four exchanges), more or fewer stages of dense weights in flight (2: 0.7 to 2.3 us slower; 9: 0.4 to 1).
 
 What remains, from the trace: from the last MMAs of w13 to the first of w2 4.5 us, and from the last MMAs of w2 to the next layer's
 first MMAs 4.5 us, although a load from L2 takes 0.7: w2's and qkv's weights are loaded at the same time, and SMs differ by 1 to 2

@@ -112,7 +112,7 @@ def test_rmsnorm_moe_topk(tokens: int, hidden: int, experts: int, top_k: int, mu
 
 
 def test_rmsnorm_moe_topk_in_place() -> None:
-    """Asserts that results may overwrite the token or the residual, and may have any strides."""
+    """Asserts that results may be stored over x and over the residual, and that results may have any strides."""
     x, residual = normal(20, 264), normal(20, 264)
     route(20, 264, 32, 4, 132, x=x, residual=residual, residual_out=residual, out=x)
     weights, ids = torch.empty(4, 20).t(), torch.empty(20, 8, dtype=torch.int32)[:, ::2]

@@ -127,7 +127,7 @@ def test_quantised_weights_of_attention_and_other_caches(fused: str) -> None:
 
 
 def test_the_layers_share_all_weights() -> None:
-    """`decoder_layers` refers to the tensors of the layers' own operators."""
+    """Asserts that `DecoderWeights` holds the layers' tensors, not copies."""
     model = make_model()
     for layer, whole in zip(model.layers, model._decoder_weights.layers, strict=True):
         pairs = [(layer.qkv.weight, whole.qkv), (layer.output.weight, whole.projection), (layer.router.weight, whole.router)]

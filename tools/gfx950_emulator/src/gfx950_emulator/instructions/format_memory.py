@@ -64,11 +64,16 @@ def _one(form: BufferFormat) -> int:
     return 1 if form.integer else 0x3F800000
 
 
+def _data(mnemonic: str) -> tuple[int, bool, bool, int]:
+    """Returns the number of components, whether they have 16 bits, whether in the upper half, and the number of registers."""
+    count, d16 = _COMPONENTS[mnemonic.rsplit("_", 1)[1]], "_d16_" in mnemonic
+    return count, d16, "_hi_" in mnemonic, -(-count // 2) if d16 else count
+
+
 @binder(*(name.format("load") for name in _NAMES))
 def _load(site: Site) -> Bound:
     data, vaddr, resource, soffset = site.operands
-    count, d16 = _COMPONENTS[site.mnemonic.rsplit("_", 1)[1]], "_d16_" in site.mnemonic
-    high, registers = "_hi_" in site.mnemonic, -(-count // 2) if d16 else count
+    count, d16, high, registers = _data(site.mnemonic)
     row, format_of = data.index, _format(site, resource.index)
     address = buffer_address(site, vaddr, resource, soffset)
     shape = Shape(2, high=high, keeps=True) if count == 1 and d16 else Shape(4 * registers)
@@ -112,8 +117,7 @@ def _load(site: Site) -> Bound:
 @binder(*(name.format("store") for name in _NAMES))
 def _store(site: Site) -> Bound:
     data, vaddr, resource, soffset = site.operands
-    count, d16 = _COMPONENTS[site.mnemonic.rsplit("_", 1)[1]], "_d16_" in site.mnemonic
-    high, registers = "_hi_" in site.mnemonic, -(-count // 2) if d16 else count
+    count, d16, high, registers = _data(site.mnemonic)
     row, format_of = data.index, _format(site, resource.index)
     address = buffer_address(site, vaddr, resource, soffset)
 

@@ -1,4 +1,4 @@
-"""Scalar stores and atomics: one access per wave, whatever its lanes do.
+"""Scalar stores and atomics. A wave makes one access, which does not depend on its active lanes.
 
 Definitions: chapter "Scalar memory operations" of AMD's CDNA4 ISA document. The lowest two bits of an address are ignored, also by
 atomics of 32 bits. Atomics are applied in the order of the waves.

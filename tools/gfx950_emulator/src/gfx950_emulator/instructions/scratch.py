@@ -121,22 +121,15 @@ def _store(site: Site) -> Bound:
 
 
 def _load_by_lane(site: Site, shape: Shape, data: Operand, vaddr: Operand, saddr: Operand) -> Bound:
-    row, places = data.index, _places(site, vaddr, saddr)
-    allocated = site.assembly.descriptor.get("private_segment_fixed_size", 0)
-
-    def run(g: Group) -> None:
-        g.queue.issue_vector(g, bound)
-        lanes = np.flatnonzero(g.mask)
-        if len(lanes):
-            private_memory.load_registers(g, places(g, lanes), lanes, shape, row, allocated)
-
-    writes, reads = tuple(range(row, row + shape.dwords)), site.ids([vaddr, saddr])
-    access = Access("scratch", "load", shape.size, "vmcnt")
-    bound = Bound(run, writes, (*reads, *writes) if shape.keeps else reads, "vmem", demands=reads, memory=access)
-    return bound
+    return _by_lane(site, shape, data, vaddr, saddr, private_memory.load_registers)
 
 
 def _store_by_lane(site: Site, shape: Shape, data: Operand, vaddr: Operand, saddr: Operand) -> Bound:
+    return _by_lane(site, shape, data, vaddr, saddr, private_memory.store_registers)
+
+
+def _by_lane(site: Site, shape: Shape, data: Operand, vaddr: Operand, saddr: Operand, move: Callable[..., None]) -> Bound:
+    """Binds an access whose lanes have different offsets. ``move``: `load_registers` or `store_registers`."""
     row, places = data.index, _places(site, vaddr, saddr)
     allocated = site.assembly.descriptor.get("private_segment_fixed_size", 0)
 
@@ -144,9 +137,11 @@ def _store_by_lane(site: Site, shape: Shape, data: Operand, vaddr: Operand, sadd
         g.queue.issue_vector(g, bound)
         lanes = np.flatnonzero(g.mask)
         if len(lanes):
-            private_memory.store_registers(g, places(g, lanes), lanes, shape, row, allocated)
+            move(g, places(g, lanes), lanes, shape, row, allocated)
 
-    reads = site.ids([vaddr, saddr])
-    access = Access("scratch", "store", shape.size, "vmcnt")
-    bound = Bound(run, (), (*reads, *range(row, row + shape.dwords)), "vmem", demands=reads, memory=access)
+    loads = move is private_memory.load_registers
+    registers, addressing = tuple(range(row, row + shape.dwords)), site.ids([vaddr, saddr])
+    reads = (*addressing, *registers) if shape.keeps or not loads else addressing
+    access = Access("scratch", "load" if loads else "store", shape.size, "vmcnt")
+    bound = Bound(run, registers if loads else (), reads, "vmem", demands=addressing, memory=access)
     return bound

@@ -22,8 +22,8 @@ from tokenspeed_kernel_amd.gluon.layouts_device import log2
 
 @gluon.constexpr_function
 def tile_scale_storage(operand, lines, scales, blocks=0):
-    """LDS layout of the e8m0 scales of an operand's lines and a block of k, [lines, scales]; of several blocks, [blocks, lines,
-    scales]. A lane's scales of all MFMAs of a block are adjacent."""
+    """Returns the LDS layout of the e8m0 scales of an operand: [lines, scales] for one block of k, [blocks, lines, scales] if
+    ``blocks`` is given. The scales that a lane needs for all MFMAs of a block are adjacent."""
     found = isa.mfma_scale_layout(operand, [lines, scales])
     bases = [list(basis) for bases in (found.reg_bases, found.lane_bases, found.warp_bases) for basis in bases if any(basis)]
     if blocks:
@@ -44,7 +44,8 @@ def store_tile_scales(scales, words, STEPS: gl.constexpr):
 
 @gluon.jit
 def read_tile_scales(lines, scales, index, PARTS: gl.constexpr, STEPS: gl.constexpr, BLOCKS: gl.constexpr):
-    """Reads an operand's e8m0 scales of a block of k from LDS: a tuple of PARTS parts of the lines; 1 without e8m0 scales."""
+    """Reads the e8m0 scales of an operand for one block of k from LDS. Returns a tuple with the scales of PARTS equal parts of the
+    lines. If the operand has no e8m0 scales, they are 1."""
     count: gl.constexpr = lines.shared.shape[1]
     layout: gl.constexpr = isa.mfma_scale_layout(lines.layout, [count // PARTS, 4 * STEPS])
     if scales is None:

@@ -1,6 +1,7 @@
 # mypy: ignore-errors
-"""Device code of `linear` for few tokens, in one launch: tokens go to LDS as they are, and are quantised on their way to the MFMAs.
+"""Device code of `linear` for few tokens, in one launch.
 
+Tokens are copied to LDS without being quantised. A wave quantises them when it reads them from LDS as the operands of its MFMAs.
 Waves divide each block of k. So every wave quantises the elements that its own MFMAs multiply, in the layout of the MFMAs' operand,
 and neither the codes nor most scales go through LDS again.
 
@@ -191,8 +192,8 @@ def encode_quotients(pairs, step, dtype: gl.constexpr):
 
 @gluon.jit
 def by_wave(found, layout: gl.constexpr, TRIVIAL: gl.constexpr):
-    """Brings what belongs to tokens and waves, [16 tokens * 4 waves, ...], to a layout of [4 waves, 16 tokens, columns]; [4 waves,
-    16 tokens] if it is one value each."""
+    """Rearranges values [16 tokens * 4 waves, ...] to [4 waves, 16 tokens, columns], in a given layout. If there is one value for
+    each token and wave, the result is [4 waves, 16 tokens]."""
     if len(found.shape) == 1:
         found = found.reshape(ROWS_OF_MFMA, WAVES).permute(1, 0)
     else:
@@ -209,8 +210,8 @@ def quantize_rows(pairs, step, mfma: gl.constexpr, quantization: gl.constexpr, d
         step: float32 [64], the tokens' scales, of which only ``"token"`` and ``"static"`` make use.
         dtype: the tokens' dtype.
 
-    Returns the MFMAs' left operand, its e8m0 scales, and the float32 scales, [64]. The codes of a block with an infinity or NaN are
-    not those of the operators, but its scale is NaN, too."""
+    Returns the MFMAs' left operand, its e8m0 scales, and the float32 scales, [64]. If a block contains infinity or NaN, its
+    scale is NaN like that of the operators, but its codes differ from theirs."""
     operand: gl.constexpr = gl.DotOperandLayout(0, mfma, 16)
     scales: gl.constexpr = scale_layout(operand, WAVES, ROWS_OF_MFMA, 4)
     adjacent: gl.constexpr = 16 if format == "e2m1" else 8
@@ -310,8 +311,12 @@ def load_ends(b, bias, first_column, result: gl.constexpr, config: gl.constexpr,
 
 @gluon.jit
 def store_result(out, total, of_rows, ends, first_row, first_column, m, shape: gl.constexpr):
-    """Applies the float32 scales, adds the bias, and stores the rows and columns of a tile that exist. ``of_rows``: a tuple of the
-    rows' scales, empty where there are none. ``ends``: see `load_ends`."""
+    """Multiplies a tile by its float32 scales, adds the bias, and stores the rows and columns that exist.
+
+    Args:
+        of_rows: a tuple with the scales of the rows; empty: there are none.
+        ends: the scales of the columns and the bias, see `load_ends`.
+    """
     result: gl.constexpr = total.type.layout
     row = gl.arange(0, total.shape[0], gl.SliceLayout(1, result))
     column = gl.arange(0, total.shape[1], gl.SliceLayout(0, result))

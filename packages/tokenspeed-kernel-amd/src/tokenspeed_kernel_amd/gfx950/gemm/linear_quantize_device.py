@@ -25,7 +25,7 @@ WAVES = gl.constexpr(4)
 def quantize_by_block(values, format: gl.constexpr):
     """Quantises 16-bit floats [rows, blocks, 32] like `quantize_mxfp8` (``format`` e4m3) and `quantize_mxfp4` (e2m1).
 
-    The codes of a block with an infinity or NaN are not those of the operators, but its scale is NaN, too.
+    If a block contains infinity or NaN, its scale is NaN like that of the operators, but its codes differ from theirs.
 
     Returns uint8 [rows, blocks, 32] (e2m1: packed to [rows, blocks, 16]), and the e8m0 scales, int32 [rows, blocks]."""
     largest = gl.max(magnitudes(values), axis=2).to(gl.int16).to(values.dtype, bitcast=True).to(gl.float32)

@@ -274,7 +274,8 @@ def open_scales(operand, count, first, split, layout: gl.constexpr, INDEX: gl.co
 
 @gluon.jit
 def open_row_scales(operand, count, first, split, layout: gl.constexpr, config: gl.constexpr, shape: gl.constexpr):
-    """Returns the `Scales` of a's rows with a float32 scale per 128 elements. ``layout``: of the accumulator."""
+    """Returns the `Scales` of the rows of a, which have one float32 scale for each 128 elements of k. ``layout``: the layout of the
+    accumulator."""
     steps: gl.constexpr = config.chunk // STEP
     copy: gl.constexpr = scale_copy_layout(config.block_m, steps, gl.num_warps(), 1, False)
     line = gl.minimum(gl.arange(0, config.block_m, gl.SliceLayout(1, copy)), count - 1 - first)

@@ -33,7 +33,7 @@ def add(a, b):
 
 @gluon.constexpr_function
 def steps_of(k, split):
-    """Returns the number of steps of each of ``split`` parts of k."""
+    """Returns the number of MFMA steps along k in each part, if k is divided into ``split`` parts."""
     return -(-k // (STEP.value * split))
 
 

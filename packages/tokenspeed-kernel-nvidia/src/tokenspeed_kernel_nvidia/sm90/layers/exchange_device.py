@@ -4,8 +4,8 @@ A tagged word holds a bfloat16 in its upper half and the layer's tag in the lowe
 float32 and the tag. A reader polls the words themselves. A word is stored by one instruction, so value and tag need no fence. Every
 word is written in every layer. So the former tag of a word is always the preceding layer's, and 16 bits suffice.
 
-Polls of many threads delay the writers. So most readers first wait for a counter, which writers increase without a fence: while
-weights are loaded, a fence takes up to 3 us. The counter says when it is worth polling, and only the tags say that words are there.
+Polls of many threads delay the writers. So most readers first wait for a counter, which writers increase without a fence: fences
+wait for all stores, and took 3 us of a layer. The counter says when it is worth polling. Only the tags say that words are there.
 
 A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
 more than once. So a launch always ends, whatever went wrong. The launch's results are then NaN.

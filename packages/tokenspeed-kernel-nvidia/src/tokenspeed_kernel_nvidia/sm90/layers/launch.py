@@ -7,7 +7,7 @@ Weights of all these steps pass through one ring buffer per SM, so the producer 
 The kernel reads the experts in the layout of `mxfp4.layout`, which `moe_apply` reads too. It has its own copies of the weights of
 qkv and of the projection, in the layout of `layout`: 1.9 GB for the 36 layers of GPT-OSS-120B, made at the first call. For each
 pair of weights and caches, a table of addresses is kept, of 4 KB for 36 layers. Each stream, each captured launch and each number
-of tokens has its own scratch memory, of 3 MB for GPT-OSS-120B.
+of tokens has its own scratch memory, of about 2 MB for GPT-OSS-120B.
 
 Forward progress. CTAs wait for one another, so all CTAs of a launch must run at once, see `kernel_device`. The launch is
 cooperative: the driver starts either all CTAs or none. So a launch waits while other streams' kernels occupy SMs, also another
@@ -15,8 +15,8 @@ launch of this kernel. It never holds some SMs while it waits for others.
 
 Rounding is as in `rmsnorm`, `mm`, `apply_rope`, `rmsnorm_moe_topk` and `moe_apply`. Results have the same bits in every run.
 
-With up to four tokens the kernel is faster than separate kernels, and preferred to them. With more tokens it was not measured in
-its present form, and is selected only if it is preferred by name. `benchmarks/h200_persistent.json` has the times on an H200.
+With up to four tokens the kernel is faster than separate kernels, and preferred to them. With eight it is not, so with five to
+eight tokens it is selected only if it is preferred by name. `benchmarks/h200_persistent.json` has the times on an H200.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 _EVERY_KEY = 1 << 30  # the window of layers without a window
 POLLS = 4_000_000  # a poll takes about 0.5 us, so a warp gives up after about two seconds
 _ALIGNMENT = 128  # of the parts of the scratch memory, in bytes
+_CAPTURES = 4  # captured launches whose scratch memory is zeroed in advance
 _ROWS = 16  # fewer rows of qkv per CTA are not worth a CTA
 
 
@@ -222,9 +223,9 @@ _copies: weakref.WeakKeyDictionary[DecoderWeights, dict[int, list[tuple[Tensor, 
 @functools.cache
 def _keeper_of(offsets: tuple[int, ...], nbytes: int) -> Keeper:
     """Returns the keeper of the scratch memory for launches with these sizes. Launches leave tags in this memory, which the next
-    launch needs, so the memory is not shared with other sizes. A capture takes memory that was zeroed before; only if four captures
-    have used it up does each replay zero its memory."""
-    return Keeper(arena=4 * nbytes // 4)
+    launch needs, so the memory is not shared with other sizes. A capture takes memory that was zeroed before; only if `_CAPTURES`
+    captures have used it up does each replay zero its memory."""
+    return Keeper(arena=_CAPTURES * nbytes // 4)  # in 32-bit words
 
 
 def _kept_table(weights: DecoderWeights, k_cache: Tensor, v_cache: Tensor, ctas: int) -> Tensor:

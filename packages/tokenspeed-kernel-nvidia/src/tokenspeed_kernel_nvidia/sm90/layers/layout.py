@@ -1,7 +1,7 @@
 """The layout of the dense weights of the persistent kernel, in which each stage of the ring buffer is contiguous.
 
-A producer issues a bulk copy in about as much time as memory delivers 1 KB to an SM. So a stage must be one copy, not one copy for
-each of its rows.
+A stage is one bulk copy, not one copy for each of its rows: the producer warp issues many small copies too slowly. On an H200, the
+MMAs of qkv took 4.5 us with a copy for each row, and 3.1 us with one copy.
 
 Each CTA has consecutive rows of the weights, divided into tiles of 8 rows, and each tile into parts of `part_bytes` along k.
 A part is contiguous, with its rows one after the other. Lanes read 64 bytes of two neighbouring rows at once, which must be in
