@@ -101,14 +101,16 @@ TRACE = {"with a trace": Choice({"trace": True}), "words of qkv, with a trace": 
 class Model:
     """The weights of some layers, shared by all variants."""
 
-    def __init__(self, layers: int, device: torch.device, shape: Shape = SHAPE, kv_heads: int = 8, group: int = 8) -> None:
-        self.device, self.random = device, torch.Generator(device).manual_seed(0)
+    def __init__(
+        self, layers: int, device: torch.device, shape: Shape = SHAPE, kv_heads: int = 8, group: int = 8, seed: int = 0
+    ) -> None:
+        self.device, self.random = device, torch.Generator(device).manual_seed(seed)
         self.weights: list[DecoderLayer] = []
         self.plan: Any = None
         self.kv_heads, self.heads = kv_heads, kv_heads * group
         rows, width = (self.heads + 2 * kv_heads) * HEAD_DIM, self.heads * HEAD_DIM
         for index in range(layers):
-            drawn = Layer.drawn(shape, device, index)
+            drawn = Layer.drawn(shape, device, seed + index)
             plan = drawn.plan
             self.plan = ops.moe_apply.plan(
                 plan.num_experts, plan.top_k, plan.hidden_size, plan.intermediate_size, dtype=torch.bfloat16, device=device,

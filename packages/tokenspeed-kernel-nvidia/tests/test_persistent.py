@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     QKV,
     ROUTER_BYTES,
     TILE,
+    Config,
     config_of,
     every_config,
 )
@@ -50,12 +53,13 @@ class Model:
         keys: int,
         page_size: int = 16,
         device: torch.device = CPU,
+        seed: int = 0,
     ) -> None:
         """``keys``: the largest number of keys of a sequence. Layers alternate between a window and all keys."""
-        self.random = torch.Generator(device).manual_seed(tokens + layers + hidden)
+        self.random = torch.Generator(device).manual_seed(tokens + layers + hidden + seed)
         self.experts = [RandomLayer(device, experts, top_k, hidden, intermediate, **GPT_OSS) for _ in range(layers)]
         for index, layer in enumerate(self.experts):
-            layer.given.w13_weight = layer.given.w13_weight.roll(index, 0)  # the layers differ
+            layer.given.w13_weight = layer.given.w13_weight.roll(index + seed, 0)  # the layers and ranks differ
             layer.prepare()
         self.tokens, self.kv_heads, self.heads = tokens, kv_heads, kv_heads * group
         rows, width = (self.heads + 2 * kv_heads) * HEAD_DIM, self.heads * HEAD_DIM
@@ -143,26 +147,56 @@ class Model:
 
     def check(self, out: Tensor) -> None:
         """Compares each layer's output with a float64 computation that starts from the kernel's output of the preceding layer."""
-        x = self.x
-        for index, (weights, layer, got) in enumerate(zip(self.weights, self.experts, out, strict=True)):
-            attended = self.attended(index, x).double()
-            projected = (attended @ weights.projection.double().t() + weights.projection_bias.double()).to(BF16)
-            total = (projected.double() + x.double()).to(BF16)
-            scale = (total.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-            normed = (total.double() * scale * weights.norm.double()).to(BF16)
-            logits = (normed.double() @ weights.router.double().t() + weights.router_bias.double()).to(BF16)
-            # Among equal logits, the expert with the lower id comes first.
-            largest, ids = (each[:, : self.plan.top_k] for each in logits.double().sort(stable=True, descending=True))
-            expert = moe_apply.operator.body(normed.double(), layer.given, largest.softmax(-1).float(), ids.int(), self.plan)
-            error = (got.double() - total.double() - expert).abs()
-            assert not error.isnan().any()
-            # Activations, the experts' sum and the output are rounded to bfloat16. The emulated cases have only 64 to 160
-            # intermediate features, so these rounding errors do not average out. The tolerances are therefore multiples of
-            # bfloat16's eps.
-            size, eps = torch.maximum(expert.abs(), total.double().abs()), torch.finfo(BF16).eps
-            assert error.max() <= 3 * eps * size.max()
-            assert error.square().mean().sqrt() <= eps * size.square().mean().sqrt()
-            x = got
+        check([self], out)
+
+    def projected(self, index: int, x: Tensor) -> Tensor:
+        """Computes the output projection of a layer in float64."""
+        weights, attended = self.weights[index], self.attended(index, x).double()
+        return attended @ weights.projection.double().t() + weights.projection_bias.double()
+
+
+def check(ranks: list[Model], out: Tensor) -> None:
+    """Like `Model.check`, for the outputs of layers that ranks share."""
+    x, (first, plan) = ranks[0].x, (ranks[0], ranks[0].plan)
+    for index, (weights, got) in enumerate(zip(first.weights, out, strict=True)):
+        parts = [model.projected(index, x) for model in ranks]
+        projected = parts[0].to(BF16).double() if len(parts) == 1 else torch.stack(parts).sum(0)
+        total = (projected + x.double()).to(BF16)
+        scale = (total.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        normed = (total.double() * scale * weights.norm.double()).to(BF16)
+        logits = (normed.double() @ weights.router.double().t() + weights.router_bias.double()).to(BF16)
+        # Among equal logits, the expert with the lower id comes first.
+        largest, ids = (each[:, : plan.top_k] for each in logits.double().sort(stable=True, descending=True))
+        each = [
+            moe_apply.operator.body(normed.double(), model.experts[index].given, largest.softmax(-1).float(), ids.int(), plan)
+            for model in ranks
+        ]
+        expert = torch.stack(each).sum(0)
+        error = (got.double() - total.double() - expert).abs()
+        assert not error.isnan().any()
+        # Activations, the experts' sum and the output are rounded to bfloat16. The emulated cases have only 64 to 160
+        # intermediate features, so these rounding errors do not average out. The tolerances are therefore multiples of
+        # bfloat16's eps.
+        size, eps = torch.maximum(expert.abs(), total.double().abs()), torch.finfo(BF16).eps
+        assert error.max() <= 3 * eps * size.max()
+        assert error.square().mean().sqrt() <= eps * size.square().mean().sqrt()
+        x = got
+
+
+def shared_model(count: int, *sizes: Any) -> list[Model]:
+    """Returns the models of ranks that share layers: they have the same input, norms and routers, and different other weights."""
+    ranks = [Model(*sizes, seed=rank) for rank in range(count)]
+    first = ranks[0]
+    for model in ranks[1:]:
+        model.x = first.x
+        model.weights = [
+            dataclasses.replace(
+                mine, input_norm=its.input_norm, norm=its.norm, router=its.router, router_bias=its.router_bias,
+                projection_bias=torch.zeros_like(its.projection_bias),
+            )
+            for mine, its in zip(model.weights, first.weights, strict=True)
+        ]  # fmt: skip
+    return ranks
 
 
 @pytest.fixture
@@ -201,6 +235,73 @@ def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, tiles: int) -> N
     assert all(torch.equal(out, found[0]) for out in found)
 
 
+def launch_each(launched: PersistentLayers, model: Model, out: Tensor) -> None:
+    """Launches the layers once for each part of ``out``."""
+    for each in out:
+        launched(model.x, each, model.lengths, model.pages, model.slots)
+
+
+def launched_by_ranks(ranks: list[Model], layers: int, ctas: int, config: Config) -> list[PersistentLayers]:
+    """Returns the launch objects of ranks that share some layers."""
+    launched = [
+        PersistentLayers(
+            model.weights[:layers],
+            model.caches[:layers],
+            model.tokens,
+            model.table,
+            model.plan,
+            ctas=ctas,
+            config=config,
+            rank=rank,
+        )
+        for rank, model in enumerate(ranks)
+    ]
+    for each in launched:
+        each._memory.share_memory_()  # on a CPU, a process of its own runs each rank
+    for each in launched:
+        each.connect([other.address for other in launched])
+    return launched
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes", "ctas", "tiles"),
+    [
+        (2, (1, 2, 64, 96, 8, 2, 1, 2, 300), 5, 8),
+        pytest.param(2, (3, 2, 96, 64, 8, 4, 1, 3, 60), 7, 8, marks=pytest.mark.slow),
+        pytest.param(3, (2, 2, 64, 96, 8, 2, 1, 2, 40), 6, 8, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_layers_that_ranks_share(hopper: Any, count: int, sizes: tuple[int, ...], ctas: int, tiles: int) -> None:
+    """Each rank is a process, which emulates its GPU. The processes share the scratch memory. All ranks' results must be bitwise
+    equal, in each of three launches, whichever rank is ahead."""
+    ranks, found = shared_model(count, *sizes), []
+    for cache in (cache for model in ranks for both in model.caches for cache in both):
+        cache.share_memory_()
+    layers, (tokens, hidden) = sizes[1], ranks[0].x.shape
+    fork = multiprocessing.get_context("fork")
+    for options, counted in (({"seed": 1}, EXCHANGES), ({"seed": 2}, ()), ({"seed": 3, "copies": "late"}, EXCHANGES)):
+        outputs = []
+        for first in range(1, layers + 1):  # only the last layer's output is stored
+            with hopper(**options):
+                launched = launched_by_ranks(ranks, first, ctas, config_of(tokens, tiles=tiles, counted=counted, ranks=count))
+                out = torch.full((count, 3, first, tokens, hidden), torch.nan, dtype=BF16).share_memory_()
+                processes = [fork.Process(target=launch_each, args=each) for each in zip(launched, ranks, out, strict=True)]
+                for process in processes:
+                    process.start()
+                for process in processes:
+                    process.join()
+                assert [process.exitcode for process in processes] == [0] * count
+                assert not any(each.failed for each in launched)
+                assert all(each.counters_are_zero for each in launched)
+            results = out[:, :, -1]
+            assert (results == results[0, 0]).all()
+            outputs.append(results[0, 0].clone())
+        found.append(torch.stack(outputs))
+    check(ranks, found[0])
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 @pytest.mark.parametrize("options", [{}, {"counted": ()}, {"cooperative": True}], ids=str)
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 1000), (3, 3000), (8, 777)])
 def test_layers_on_the_device(sm90: torch.device, tokens: int, keys: int, options: dict[str, Any]) -> None:
@@ -220,6 +321,29 @@ def test_layers_on_the_device(sm90: torch.device, tokens: int, keys: int, option
         assert torch.equal(again, out)
     assert not launched.failed
     assert launched.counters_are_zero
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 1000), (4, 777)])
+def test_ranks_on_one_device(sm90: torch.device, tokens: int, keys: int) -> None:
+    """Each rank is a stream, with half of the SMs. All results must be bitwise equal, of both ranks and in every launch."""
+    ranks = shared_model(2, tokens, 2, 2880, 1440, 32, 4, 4, 8, keys, 64, sm90)
+    sms = torch.cuda.get_device_properties(sm90).multi_processor_count
+    streams = [torch.cuda.Stream(sm90) for _ in ranks]
+    outputs = []
+    for layers in (1, 2):
+        launched = launched_by_ranks(ranks, layers, sms // 2, config_of(tokens, ranks=2, tiles=6))
+        out = torch.full((2, 20, layers, *ranks[0].x.shape), torch.nan, dtype=BF16, device=sm90)
+        torch.cuda.synchronize(sm90)
+        for launch in range(20):
+            for rank, model in enumerate(ranks):
+                with torch.cuda.stream(streams[(rank + launch) % 2]):
+                    launched[rank](model.x, out[rank, launch], model.lengths, model.pages, model.slots)
+            torch.cuda.synchronize(sm90)
+        assert not any(each.failed for each in launched)
+        results = out[:, :, -1]
+        assert (results == results[0, 0]).all()
+        outputs.append(results[0, 0])
+    check(ranks, torch.stack(outputs))
 
 
 @pytest.mark.slow

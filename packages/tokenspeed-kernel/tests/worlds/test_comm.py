@@ -50,7 +50,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def comm_operators() -> list[Operator[Any, Any]]:
-    return [op for op in operators() if op.family == "comm"]
+    """Returns the operators that have cases of several ranks."""
+    return [op for op in operators() if any(case.world_size > 1 for case in op.all_cases())]
 
 
 # -- the functions that the processes run; one world of processes runs several tests, because starting it takes seconds
@@ -243,8 +244,8 @@ def test_every_kernel_on_every_case_for_two() -> None:
     for outcomes in (first, second):
         assert_none_wrong([each for results in outcomes.values() for each in results])
     passed = {name for name, results in first.items() if any(each.status.value == "passed" for each in results)}
-    # With two ranks the two-shot kernels are not eligible; `test_sums_of_peers` requests them by name.
-    assert {name for name in first if "two_shot" in name} == first.keys() - passed
+    # With two ranks the two-shot kernels are not eligible; `test_sums_of_peers` requests them by name. CuteDSL kernels need a GPU.
+    assert {name for name in first if "two_shot" in name or name.startswith("cutedsl")} == first.keys() - passed
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -359,6 +360,8 @@ def test_every_kernel_on_every_case_on_two_gpus() -> None:
     for outcomes in run_world(every_case, 2, (True,), device="cuda"):
         assert [f"{e.kernel} on {e.case}: {e.reason}" for results in outcomes.values() for e in results if e.wrong] == []
         assert outcomes["triton_one_shot_all_reduce_rmsnorm"][-1].status.value == "passed"
+        if torch.cuda.get_device_capability() == (9, 0) and "cutedsl_decoder_layers" in outcomes:
+            assert outcomes["cutedsl_decoder_layers"][-1].status.value == "passed"
 
 
 @pytest.mark.nvidia

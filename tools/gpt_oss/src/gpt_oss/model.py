@@ -146,10 +146,9 @@ class GptOss:
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
         """Returns the last layer's output, and the residual stream to which it must be added; None if it was already added."""
-        if batch.phase is Phase.DECODE and cache is not None and self._decoder_weights is not None:
-            arguments = self._decoder_arguments(self._decoder_weights, hidden, batch, cache)
-            if self._runs_in_one_call(arguments):
-                return self.ops.decoder_layers(**arguments), None
+        output = self._run_in_one_call(hidden, batch, cache)
+        if output is not None:
+            return output, None
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches: Caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
@@ -157,6 +156,19 @@ class GptOss:
             normed, weights, ids, residual = self._route(layer, attended, residual)
             hidden = self.ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
         return hidden, residual
+
+    @property
+    def summed_over(self) -> Any:
+        """The ranks over which the outputs of attention and of the experts are summed; None for a model of one rank."""
+        return None
+
+    def _run_in_one_call(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> Tensor | None:
+        """Runs all layers of a decode pass by `decoder_layers`, and returns the output, with the residual stream. Returns None if
+        the layers' operators must be called one by one."""
+        if batch.phase is not Phase.DECODE or cache is None or self._decoder_weights is None:
+            return None
+        arguments = self._decoder_arguments(self._decoder_weights, hidden, batch, cache)
+        return self.ops.decoder_layers(**arguments) if self._runs_in_one_call(arguments) else None
 
     def _decoder_arguments(self, weights: Any, hidden: Tensor, batch: Batch, cache: PagedKVCache) -> dict[str, Any]:
         """Returns the arguments of `decoder_layers` for a decode pass."""
@@ -350,7 +362,8 @@ class GptOss:
                     router_bias=layer.router.bias,
                 )
                 for layer in self.layers
-            ]
+            ],
+            self.summed_over,
         )
 
     def _read_experts(self, prefix: str) -> tuple[Any, Any]:

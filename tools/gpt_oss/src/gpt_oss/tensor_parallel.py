@@ -5,8 +5,10 @@ group. Each rank runs its shard for the same batch. The outputs of attention and
 ranks' logits are gathered. All ranks then have bitwise equal logits and select the same tokens. The `Engine` of each rank must get
 the same requests in the same order.
 
-Each sum over ranks is followed by a norm. With many tokens, one kernel computes both the sum and the norm. With few tokens, one
-kernel computes only the sum. The next kernel computes the norm: it is a fused kernel, as on a single GPU.
+Decode passes of few tokens run all layers in one call of `decoder_layers`, which also computes the sums over ranks, if a kernel
+serves that call. Otherwise each sum over ranks is followed by a norm. With many tokens, one kernel computes both the sum and the
+norm. With few tokens, one kernel computes only the sum. The next kernel computes the norm: it is a fused kernel, as on a single
+GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from gpt_oss.batch import Batch
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.model import Caches, Layer
 from gpt_oss.shards import ShardedGptOss
+from tokenspeed_kernel import ProcessGroup
 
 
 class TensorParallelGptOss(ShardedGptOss):
@@ -32,8 +35,16 @@ class TensorParallelGptOss(ShardedGptOss):
     # 1.78, 2.09, 2.60, 3.46 with a fused sum and norm.
     few_tokens = 4
 
+    @property
+    def summed_over(self) -> ProcessGroup:
+        return self.group
+
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
-        """As in the base class, but the first result is this rank's partial sum of the last layer's output."""
+        """As in the base class; but if there is a residual stream, the first result is this rank's partial sum of the last layer's
+        output."""
+        output = self._run_in_one_call(hidden, batch, cache)
+        if output is not None:
+            return output, None
         run = self._run_few if len(hidden) <= self.few_tokens else self._run_many
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -74,5 +85,7 @@ class TensorParallelGptOss(ShardedGptOss):
         return ops.moe_apply(normed, layer.experts, weights, ids, layer.plan), residual
 
     def _norm_last(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is None:
+            return super()._norm_last(hidden, residual)
         normed: Tensor = self.ops.all_reduce_rmsnorm(hidden, self.norm, self.group, self.config.rms_norm_eps, residual)[0]
         return normed

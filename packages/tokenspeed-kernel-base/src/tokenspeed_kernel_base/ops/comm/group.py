@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import describe
-from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, PeerMemory, connect, first_line, one_shot_most
+from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, PeerMemory, Shared, allocate, connect, first_line, one_shot_most
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.traits import TraitKind
@@ -72,6 +72,7 @@ class ProcessGroup(Resource):
         # The group over which ranks compare their calls.
         self._control = weakref.ref(control) if control is not None else self._group if self.backend == "gloo" else None
         self._agreed: set[Hashable] = set()
+        self._words: dict[Hashable, Shared] = {}
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> ProcessGroup:
@@ -181,6 +182,36 @@ class ProcessGroup(Resource):
         """
         gap = self.peers.gap(ONE_SHOT, nbytes, row_bytes) if self.peers is not None else self.peer_gap
         return ONE_SHOT if gap is None else f"none: {gap}"
+
+    def shared_words(self, name: str, count: int) -> Shared:
+        """Returns memory of every rank that all ranks may access, for kernels that have protocols of their own.
+
+        The first call with a name and a count allocates zeroed memory and waits for the other ranks, which must make the same call.
+        Later calls return the same memory.
+
+        Args:
+            name: the memory's name, such as the operator's.
+            count: the number of 32-bit words.
+
+        Raises:
+            ValueError: the group has no peer memory; or another rank makes a different call.
+            RuntimeError: the memory cannot be allocated; or some rank did not make the first call within the time limit; or a first
+                call is made while a graph is captured.
+        """
+        known = self._words.get((name, count))
+        if known is not None:
+            return known
+        group, control = self.group, None if self._control is None else self._control()
+        if self.peers is None or group is None or control is None:
+            raise ValueError(f"{name}: group must have peer memory (ProcessGroup.with_peer_memory), got {self}: {self.peer_gap}")
+        if self.device is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{name}: make the call once outside of a graph: it allocates memory with the other ranks")
+        self.check_agreement("shared_words", name=name, count=count)
+        found = allocate(group, control, self.peers.device, count, 0)
+        if isinstance(found, str):
+            raise RuntimeError(f"{name}: {found}")
+        self._words[name, count] = found
+        return found
 
     def check_agreement(self, call: str, **arguments: Tensor | Hashable) -> None:
         """Compares a call with the other ranks' calls, the first time that this rank makes it.

@@ -24,7 +24,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,20 @@ ONE_SHOT_MOST = {2: 1 << 40, 3: 1 << 19, 4: 1 << 18, 8: 1 << 16}
 def one_shot_most(world_size: int) -> int:
     """Returns the bytes of the largest message that uses one shot rather than two shots."""
     return next(most for size, most in sorted(ONE_SHOT_MOST.items()) if size >= min(world_size, max(ONE_SHOT_MOST)))
+
+
+class Shared(NamedTuple):
+    """Memory of every rank that all ranks may access.
+
+    Attributes:
+        addresses: the address of each rank's memory, as this process sees it.
+        memory: int32 tensors of the memory in this process: on GPUs the rank's own, on CPUs those of all ranks, in rank order.
+        kept: an object that keeps the memory alive.
+    """
+
+    addresses: tuple[int, ...]
+    memory: tuple[Tensor, ...]
+    kept: Any = None
 
 
 class PeerMemory:
@@ -94,9 +108,7 @@ class PeerMemory:
         self._kept: Any = None
 
     def found(self, addresses: Sequence[int], memory: Sequence[Tensor] = (), kept: Any = None) -> None:
-        """Sets the addresses of all ranks' memory, as this process sees them, and the tensors of the memory. ``kept`` is an object
-        that keeps the memory alive.
-        """
+        """Sets what `Shared` has of the memory."""
         self.memory, self._kept = tuple(memory), kept
         others = [addresses[(self.rank + 1 + index) % self.world_size] for index in range(self.world_size - 1)]
         own = addresses[self.rank]
@@ -149,17 +161,36 @@ def connect(
     """
     memory = PeerMemory(dist.get_rank(group), dist.get_world_size(group), device, one_shot_bytes, two_shot_bytes)
     gap = _first_gap(control, _reach_gap(control, device))
-    if gap is None:
-        gap = _allocate_on_gpus(memory, group, control) if device.type == "cuda" else _allocate_in_file(memory, control)
     if gap is not None:
         return gap
+    shared = allocate(group, control, device, memory.nbytes // 4, SENTINEL)
+    if isinstance(shared, str):
+        return shared
+    memory.found(*shared)
     links: list[str] = [""] * memory.world_size
     dist.all_gather_object(links, _link(control, device), control)
     memory.link = links[0] if len(set(links)) == 1 else "mixed"
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.barrier(control)  # no rank may send before all memory holds the sentinel
     return memory
+
+
+def allocate(group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device, count: int, value: int) -> Shared | str:
+    """Allocates memory of ``count`` 32-bit words for each rank, which all ranks may access, and fills it with a value. Every rank
+    must call this function, with the same arguments. When it returns, all memory holds the value.
+
+    Args:
+        group, control, device: as for `connect`.
+
+    Returns:
+        The memory; or the reason why there is none, the same text on every rank.
+    """
+    on_gpus = device.type == "cuda"
+    shared = _allocate_on_gpus(group, control, device, count, value) if on_gpus else _allocate_in_file(control, count, value)
+    if isinstance(shared, str):
+        return shared
+    if on_gpus:
+        torch.cuda.synchronize(device)
+    dist.barrier(control)  # no rank may write before all memory holds the value
+    return shared
 
 
 def _first_gap(control: dist.ProcessGroup, gap: str | None) -> str | None:
@@ -224,13 +255,15 @@ def _link(control: dist.ProcessGroup, device: torch.device) -> str:
     return ("nvlink, multicast not used" if multicast else "nvlink, no multicast") if all(joined) else "pcie"
 
 
-def _allocate_on_gpus(memory: PeerMemory, group: dist.ProcessGroup, control: dist.ProcessGroup) -> str | None:
+def _allocate_on_gpus(
+    group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device, count: int, value: int
+) -> Shared | str:
     from torch.distributed import _symmetric_memory as symmetric
 
     gap: str | None = None
     try:
-        words = symmetric.empty(memory.nbytes // 4, dtype=torch.int32, device=memory.device)
-        words.fill_(SENTINEL)
+        words = symmetric.empty(count, dtype=torch.int32, device=device)
+        words.fill_(value)
     except RuntimeError as error:
         gap = f"symmetric memory cannot be allocated: {first_line(error)}"
     gap = _first_gap(control, gap)
@@ -238,38 +271,37 @@ def _allocate_on_gpus(memory: PeerMemory, group: dist.ProcessGroup, control: dis
         return gap
     try:
         handle = symmetric.rendezvous(words, group)
-        memory.found([int(address) for address in handle.buffer_ptrs], [words], handle)
     except RuntimeError as error:
         gap = f"symmetric memory cannot be mapped: {first_line(error)}"
-    return _first_gap(control, gap)
+    gap = _first_gap(control, gap)
+    return gap if gap is not None else Shared(tuple(int(address) for address in handle.buffer_ptrs), (words,), handle)
 
 
-def _allocate_in_file(memory: PeerMemory, control: dist.ProcessGroup) -> str | None:
+def _allocate_in_file(control: dist.ProcessGroup, count: int, value: int) -> Shared | str:
     """Maps one file for each rank, for processes on CPUs. The files are unlinked before this function returns."""
-    folders: list[Any] = [tempfile.mkdtemp(prefix="peer_memory_") if memory.rank == 0 else None]
+    own_rank, world_size = dist.get_rank(control), dist.get_world_size(control)
+    folders: list[Any] = [tempfile.mkdtemp(prefix="peer_memory_") if own_rank == 0 else None]
     dist.broadcast_object_list(folders, dist.get_global_rank(control, 0), control)
     path, gap = os.path.join(folders[0], "{}"), None
     maps: list[Tensor] = []
 
     def map_file(rank: int) -> Tensor:
-        return torch.from_file(path.format(rank), shared=True, size=memory.nbytes // 4, dtype=torch.int32)
+        return torch.from_file(path.format(rank), shared=True, size=count, dtype=torch.int32)
 
     try:
-        own = map_file(memory.rank).fill_(SENTINEL)
+        own = map_file(own_rank).fill_(value)
     except (OSError, RuntimeError) as error:
-        gap = f"a file of {memory.nbytes} bytes cannot be mapped: {first_line(error)}"
+        gap = f"a file of {4 * count} bytes cannot be mapped: {first_line(error)}"
     gap = _first_gap(control, gap)
     if gap is None:
         try:
-            maps = [own if rank == memory.rank else map_file(rank) for rank in range(memory.world_size)]
+            maps = [own if rank == own_rank else map_file(rank) for rank in range(world_size)]
         except (OSError, RuntimeError) as error:
             gap = f"another rank's file cannot be mapped: {first_line(error)}"
         gap = _first_gap(control, gap)
-    if memory.rank == 0:
+    if own_rank == 0:
         shutil.rmtree(folders[0], ignore_errors=True)
-    if gap is None:
-        memory.found([each.data_ptr() for each in maps], maps)
-    return gap
+    return gap if gap is not None else Shared(tuple(each.data_ptr() for each in maps), tuple(maps))
 
 
 def first_line(error: BaseException) -> str:

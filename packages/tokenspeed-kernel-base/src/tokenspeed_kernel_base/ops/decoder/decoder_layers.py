@@ -17,6 +17,8 @@ from tokenspeed_kernel_base.ops.attention._cost import visible_pairs
 from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
 from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
+from tokenspeed_kernel_base.ops.comm.all_reduce import all_reduce
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.decoder.weights import DENSE, EXPERTS, DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.ops.gemm.mm import mm
 from tokenspeed_kernel_base.ops.kvcache.slots import check_slots
@@ -50,6 +52,9 @@ _ROUNDED = 8
         "sinks": bool,
         "attention_bias": bool,
         "router_bias": bool,
+        "over_ranks": bool,
+        "world_size": int,
+        "link": str,
         **PLAN_KINDS,
     },
     reference_traits={"weight_layout": CANONICAL},
@@ -60,7 +65,7 @@ _ROUNDED = 8
     capacity=("pages", "max_pages", "max_positions"),
     planned="plan",
     layout="weight_layout",
-    parts=(rmsnorm_qkv_rope, mha_decode_with_kvcache, mm, rmsnorm_moe_topk, moe_apply),
+    parts=(rmsnorm_qkv_rope, mha_decode_with_kvcache, mm, rmsnorm_moe_topk, moe_apply, all_reduce),
 )
 def decoder_layers(
     x: Tensor,
@@ -80,8 +85,10 @@ def decoder_layers(
     The operator is a composition. For each layer: `rmsnorm_qkv_rope` adds the preceding layer's experts to the residual stream,
     normalises it, computes q, k and v, and stores k and v in the cache; `mha_decode_with_kvcache` attends to the cache; `mm`
     projects the result; `rmsnorm_moe_topk` adds the projection to the residual stream, normalises it, and routes; `moe_apply` runs
-    the experts. At the end the last experts are added. A fused kernel rounds at the same points. It selects the same experts,
-    unless another order of summation changes a rounding that decides the selection.
+    the experts. At the end the last experts are added. If the weights have a group of ranks that share the layers, `all_reduce`
+    sums the projection and the experts' output over ranks; every rank must make the same calls, with the same x. A fused kernel
+    rounds at the same points. It selects the same experts, unless another order of summation changes a rounding that decides the
+    selection. Sums over ranks are rounded once, with the residual stream.
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``: the residual stream before the first layer. Each token is the last token of its
@@ -105,7 +112,9 @@ def decoder_layers(
         ``[tokens, hidden]`` in x's dtype: the residual stream after the last layer, with all its experts added.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Also raised at the first
+            call, if another rank makes a different call.
+        RuntimeError: at the first call, another rank did not make the call within the group's time limit.
         NoKernelFoundError: no registered kernel supports the plan and the layout of the experts.
 
     Example:
@@ -161,11 +170,15 @@ def decoder_layers(
             sinks=layer.sinks,
         )
         projected = mm(attended.flatten(1), layer.projection.t(), bias=layer.projection_bias)
+        if weights.group is not None:
+            projected = all_reduce(projected, weights.group, projected)
         routed_to: Any = rmsnorm_moe_topk(
             projected, layer.norm, layer.router.t(), plan.top_k, eps=eps, residual=residual, router_bias=layer.router_bias
         )
         normed, topk_weights, topk_ids, residual = routed_to
         hidden = moe_apply(normed, layer.experts, topk_weights, topk_ids, plan)
+        if weights.group is not None:
+            hidden = all_reduce(hidden, weights.group, hidden)
     return torch.add(hidden, residual, out=out)  # type: ignore[arg-type]
 
 
@@ -194,6 +207,9 @@ def _(x: Tensor, weights: DecoderWeights, k_cache: Tensor, cos_sin_cache: Tensor
         "sinks": first.sinks is not None,
         "attention_bias": first.qkv_bias is not None,
         "router_bias": first.router_bias is not None,
+        "over_ranks": weights.group is not None,
+        "world_size": weights.world_size,
+        "link": "one rank" if weights.group is None else str(weights.group.traits["link"]),
         **traits_of(plan),
     }
 
@@ -295,7 +311,8 @@ def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> DecoderWeights:
         if id(layer.experts) not in made:
             given = {"weights": layer.experts, "plan": plan}
             made[id(layer.experts)] = moe_apply.operator.run_hook("prepare", given, preparation)
-    return DecoderWeights([dataclasses.replace(layer, experts=made[id(layer.experts)]) for layer in weights.layers])
+    layers = [dataclasses.replace(layer, experts=made[id(layer.experts)]) for layer in weights.layers]
+    return DecoderWeights(layers, weights.group)
 
 
 @decoder_layers.fake
@@ -377,6 +394,21 @@ def _drawn_layers(
     return {"weights": DecoderWeights(layers), "plan": drawn["plan"]}
 
 
+def _shared(drawn: Callable[[], dict[str, Any]], ranks: bool) -> dict[str, Any]:
+    """Returns ``drawn()``; with ``ranks``, as a rank of the default group: every rank draws for all ranks, and keeps its own."""
+    if not ranks:
+        return drawn()
+    group = ProcessGroup.with_peer_memory()
+    found = [drawn() for _ in range(group.world_size)]
+    own = found[group.rank]
+    same = ("input_norm", "norm", "router", "router_bias")
+    layers = [
+        dataclasses.replace(layer, **{name: getattr(first, name) for name in same})
+        for layer, first in zip(own["weights"].layers, found[0]["weights"].layers, strict=True)
+    ]
+    return {**own, "weights": DecoderWeights(layers, group)}
+
+
 @recipe
 def _inputs(
     kv_lens: Sequence[int],
@@ -393,6 +425,7 @@ def _inputs(
     rotary_dim: int | None = None,
     sinks: bool = True,
     bias: bool = True,
+    ranks: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
     """Draws layers and a decode step of one token for each sequence.
@@ -400,6 +433,7 @@ def _inputs(
     Args:
         windows: the ``window_left`` of each layer.
         bias: whether attention has biases.
+        ranks: whether the ranks of the default group share the layers. All other sizes are those of one rank.
         options: further fields of the plan.
     """
     tokens = len(kv_lens)
@@ -407,8 +441,11 @@ def _inputs(
     def make(draw: Draw) -> dict[str, Any]:
         paging, held = _paging(draw, kv_lens, page_size, None)
         sizes = experts, top_k, hidden, intermediate
-        drawn = _drawn_layers(
-            draw, windows, kv_heads * gqa_ratio, kv_heads, head_dim, sizes, sinks, bias, True, {"dtype": dtype, **options}
+        drawn = _shared(
+            lambda: _drawn_layers(
+                draw, windows, kv_heads * gqa_ratio, kv_heads, head_dim, sizes, sinks, bias, True, {"dtype": dtype, **options}
+            ),
+            ranks,
         )
         rotated = head_dim if rotary_dim is None else rotary_dim
         angles = draw.uniform(max(kv_lens, default=0) + 1, rotated // 2, high=6.0)
@@ -426,7 +463,7 @@ def _inputs(
 @decoder_layers.cases
 def _() -> list[Case]:
     small = (96, 1, 3, 64, 8, 4, 64)
-    full = (2880, 8, 8, 64, 128, 4, 2880)
+    full, half_of_full = (2880, 8, 8, 64, 128, 4, 2880), (2880, 4, 8, 64, 128, 4, 1440)
     half = torch.float16
     experts: dict[str, Any] = {"weight_format": "mxfp4", "w13_interleaved": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
     return [
@@ -447,6 +484,16 @@ def _() -> list[Case]:
             )
             for n in (1, 2, 4, 8)
         ),
+        Case("gpt-oss layers, narrow, 2 tokens, 2 ranks", _inputs([40, 9], [9, -1], *small, ranks=True, **experts), world_size=2),
+        *(
+            Case(
+                f"gpt-oss-120b, 4 layers, decode {n} x 1024, 2 ranks",
+                _inputs([1024] * n, [127, -1] * 2, *half_of_full, page_size=64, ranks=True, **experts),
+                large=True,
+                world_size=2,
+            )
+            for n in (1, 4)
+        ),
     ]
 
 
@@ -458,6 +505,7 @@ def _(weights: DecoderWeights, k_cache: Tensor, cache_seqlens: Tensor) -> dict[s
     heads = first.projection.shape[1] // head_dim
     return {
         "kv_lens": cache_seqlens.tolist(), "windows": list(weights.windows), "heads": [heads], "given": list(map(int, given)),
+        "ranks": [int(weights.group is not None)],
     }  # fmt: skip
 
 
@@ -472,9 +520,13 @@ def _(
         paging, held = _paging(variation.draw, variation.values("kv_lens", batch, width * page_size), page_size, width)
         windows, (heads,) = variation.values("windows", layers, -1), variation.values("heads", 1, kv_heads)
         sinks, bias, router_bias = map(bool, variation.values("given", 3, 1))
+        ranks = bool(*variation.values("ranks", 1, 0))
         sizes, options = drawn_as(plan)
-        drawn = _drawn_layers(
-            variation.draw, windows, heads, kv_heads, head_dim, sizes, sinks, bias, router_bias, options, shared=True
+        drawn = _shared(
+            lambda: _drawn_layers(
+                variation.draw, windows, heads, kv_heads, head_dim, sizes, sinks, bias, router_bias, options, shared=True
+            ),
+            ranks,
         )
         paging["slot_mapping"] = paging["slot_mapping"].to(slot_mapping.dtype)
         return {**drawn, **paging, **_caches(variation.draw, held, layers, kv_heads, head_dim, k_cache.dtype)}

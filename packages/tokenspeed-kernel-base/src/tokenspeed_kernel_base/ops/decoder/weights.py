@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.planning import layout_of
 from tokenspeed_kernel_base.resources import Resource
@@ -63,11 +64,17 @@ class DecoderWeights(Resource):
 
     Args:
         layers: the layers, in order; at least one.
+        group: the ranks that share each layer; None if this process has whole layers. Each rank has some of the heads, and a slice
+            of every expert's intermediate features. The outputs of the projection and of the experts are summed over ranks. Their
+            biases are summed too, so give them to one rank, and zeros to the others. Norms and routers must be the same on every
+            rank.
 
     Attributes:
         layer_class: the class of the layers.
         layers: the layers.
         windows: the ``window_left`` of each layer.
+        group: as given.
+        world_size: the number of ranks; 1 without a group.
 
     Raises:
         TypeError: a weight is no tensor.
@@ -78,7 +85,7 @@ class DecoderWeights(Resource):
 
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
 
-    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], group: ProcessGroup | None = None) -> None:
         if not layers:
             raise ValueError("DecoderWeights: layers must be at least one, got none")
         self.layers = tuple(layers)
@@ -97,7 +104,9 @@ class DecoderWeights(Resource):
         self.device = first.qkv.device
         # Experts in a kernel's own form may have a key that decides which kernel is eligible.
         keys = tuple(layer.experts.key if isinstance(layer.experts, Resource) else None for layer in self.layers)
-        self.key: Hashable = (alike, self.windows, keys)
+        self.group = group
+        self.world_size = 1 if group is None else group.world_size
+        self.key: Hashable = (alike, self.windows, keys, None if group is None else group.key)
 
     def converted(self, convert: Callable[[Tensor], Tensor]) -> DecoderWeights:
         """As in the base class. Layers that share experts still do."""
@@ -109,13 +118,14 @@ class DecoderWeights(Resource):
                 experts[id(layer.experts)] = dataclasses.replace(layer.experts, **tensors)
             dense: dict[str, Any] = _converted(layer, DENSE, convert)
             layers.append(dataclasses.replace(layer, **dense, experts=experts[id(layer.experts)]))
-        return DecoderWeights(layers)
+        return DecoderWeights(layers, self.group)
 
     @property
     def card(self) -> str:
-        """Says how many layers there are, and how many of them have windows."""
+        """Says how many layers there are, how many of them have windows, and how many ranks share them."""
         windowed, layout = sum(window >= 0 for window in self.windows), layout_of(self.layers[0].experts)
-        return f"{len(self.layers)} layers, {windowed} of them with a window; experts in the layout {layout}"
+        shared = "" if self.group is None else f"; shared by {self.world_size} ranks"
+        return f"{len(self.layers)} layers, {windowed} of them with a window; experts in the layout {layout}{shared}"
 
 
 def _converted(holder: Any, names: Sequence[str], convert: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:

@@ -19,6 +19,7 @@ SPLITS = 16  # maximum number of CTAs that share the keys of a token and a key h
 KEYS = 16  # keys of an attention tile, which one warp computes: the MMA's k. Pages hold a multiple of this number.
 PREFERRED = 4  # up to this number of tokens, the kernel is faster than separate kernels
 TOKENS = (1, 2, 4, 8)  # numbers of tokens for which kernels are compiled
+RANKS = (1, 2)  # numbers of ranks, likewise
 EXPERTS = 128  # maximum number of experts: four logits for each lane of a warp
 PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
 TILE = 8  # rows of dense weights in a ring stage: the MMA's n
@@ -86,6 +87,7 @@ class Config(StreamConfig):
         begun_in_flight: the same for dense weights that do not fit into the ring buffer, which are loaded while MMA warps compute.
         trace: whether the kernel stores the times of `EVENTS`.
         tiles_of_cta: the maximum number of tiles of dense weights per CTA.
+        ranks: the number of GPUs that share each layer. Each has some of the heads, and a slice of every expert.
     """
 
     tokens: int = 1
@@ -96,6 +98,7 @@ class Config(StreamConfig):
     begun_in_flight: int = STAGES
     trace: bool = False
     tiles_of_cta: int = TILES
+    ranks: int = 1
 
     @property
     def normed_pitch(self) -> int:
@@ -130,8 +133,8 @@ class Config(StreamConfig):
 
     @property
     def at_once(self) -> int:
-        """The number of tokens whose exchanged rows a thread loads at once. With 4, registers spill."""
-        return min(self.tokens, 2)
+        """The number of tokens whose exchanged rows a thread loads at once. With 4 rows, registers spill."""
+        return min(self.tokens, max(2 // self.ranks, 1))
 
     @property
     def stages(self) -> int:
@@ -155,6 +158,7 @@ def config_of(
     begun_in_flight: int = 9,
     trace: bool = False,
     tiles: int = TILES,
+    ranks: int = 1,
 ) -> Config:
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
     room = next(room for room in TOKENS if room >= tokens)
@@ -168,20 +172,21 @@ def config_of(
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
         in_flight=in_flight, begun_in_flight=begun_in_flight, trace=trace, tiles_of_cta=tiles,
+        ranks=ranks,
     )  # fmt: skip
 
 
-def served_config(tokens: int) -> Config:
-    """Returns the configuration that the operator `decoder_layers` uses for a number of tokens.
+def served_config(tokens: int, ranks: int = 1) -> Config:
+    """Returns the configuration that the operator `decoder_layers` uses for a number of tokens and of ranks.
 
     The launch is cooperative, so that it cannot deadlock with another launch of this kernel on another stream.
     """
-    return config_of(tokens, cooperative=True)
+    return config_of(tokens, cooperative=True, ranks=ranks)
 
 
 def every_config() -> list[Config]:
     """Returns the configurations that the operator `decoder_layers` uses."""
-    return [served_config(tokens) for tokens in TOKENS]
+    return [served_config(tokens, ranks) for ranks in RANKS for tokens in TOKENS]
 
 
 def usual_configs() -> list[Config]:

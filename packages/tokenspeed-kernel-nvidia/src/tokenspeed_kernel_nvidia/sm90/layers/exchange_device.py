@@ -7,6 +7,15 @@ word is written in every layer. So the former tag of a word is always the preced
 Polls of many threads delay the writers. So most readers first wait for a counter, which writers increase without a fence: fences
 wait for all stores, and took 3 us of a layer. The counter says when it is worth polling. Only the tags say that words are there.
 
+A layer that several GPUs share has two sums over ranks: projection plus input, and the layer's output. Each rank stores its
+addends in the memory of every rank, and each CTA that reads a row adds the addends itself. So a sum takes no further exchange. All
+ranks add in the order of ranks, and get the same bits. A word of an addend holds more than a bfloat16: the upper 24 bits of a
+float32, and 8 bits of the tag.
+
+A CTA overwrites an addend of one sum only after it has read the addends of the other sum from all CTAs of all ranks. Each CTA
+stores those after it has read the addends that are overwritten. So no word is overwritten too early, and 8 bits suffice. Counters
+count this GPU's CTAs only.
+
 A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
 more than once. So a launch always ends, whatever went wrong. The launch's results are then NaN.
 """
@@ -29,19 +38,24 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.mma_device import CONSUMING
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS, as_float
 
 
-def load_tagged(address: Any) -> Any:
-    """Loads four words that other CTAs may be writing."""
-    return cute.arch.inline_ptx(
-        "ld.relaxed.gpu.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )
+def load_tagged(address: Any, scope: str = "gpu") -> Any:
+    """Loads four words that other CTAs may be writing. ``scope``: ``"sys"`` if these CTAs may be on other GPUs."""
+    return load_words(f"relaxed.{scope}.global", address, 4)
 
 
 def store_tagged(address: Any, value: Any, tag: Any) -> None:
     """Stores a tagged word. ``value``: the bfloat16 in the upper half, any bits in the lower half."""
     cute.arch.inline_ptx(
         "{ .reg .b32 a; lop3.b32 a, {$r1}, 0xFFFF0000, {$r2}, 0xEA; st.relaxed.gpu.global.b32 [{$r0}], a; }",
+        read_only_args=[address, value, tag],
+    )
+
+
+def store_addend(address: Any, value: Float32, tag: Any) -> None:
+    """Stores an addend of a sum over ranks, rounded toward zero, with 8 bits of the tag."""
+    cute.arch.inline_ptx(
+        "{ .reg .b32 a, b; and.b32 a, {$r2}, 0xFF; mov.b32 b, {$r1}; lop3.b32 a, b, 0xFFFFFF00, a, 0xEA;"
+        " st.relaxed.sys.global.b32 [{$r0}], a; }",
         read_only_args=[address, value, tag],
     )
 
@@ -131,17 +145,21 @@ class Exchange(Stream):
             self.meet(call, warp, call.counter_of(opt_barrier(call.index) - behind, index), value)
 
     @cute.jit
-    def load_words_of_all(self, call: LayerCall, addresses: list, words: cute.Tensor, tag: Int32):
-        """Loads four words at each address, again and again until all have the tag."""
+    def load_words_of_all(
+        self, call: LayerCall, addresses: list, words: cute.Tensor, tag: Int32, of_ranks: cutlass.Constexpr[bool] = False
+    ):
+        """Loads four words at each address, again and again until all have the tag. ``of_ranks``: the words are addends that ranks
+        have stored."""
+        scope, mask = ("sys", 0xFF) if const_expr(of_ranks) else ("gpu", 0xFFFF)
         left = self.polls_of(call)
         missing = Int32(1)
         while (missing != 0) & (left > 0):
             missing = Int32(0)
             for each in cutlass.range_constexpr(len(addresses)):
-                four = load_tagged(addresses[each])
+                four = load_tagged(addresses[each], scope)
                 for number in cutlass.range_constexpr(4):
                     words[4 * each + number] = four[number]
-                    missing |= (Int32(four[number]) ^ tag) & 0xFFFF
+                    missing |= (Int32(four[number]) ^ tag) & mask
             left -= 1
         if missing != 0:
             self.give_up(call)
@@ -161,6 +179,33 @@ class Exchange(Stream):
             left -= 1
         if missing != 0:
             self.give_up(call)
+
+    # -- sums over ranks ---------------------------------------------------------------------------------------------------------
+
+    def addends_at(self, call: LayerCall, row: Int64, element: Any, rank: Any) -> Int64:
+        """Returns the address of a rank's word. ``row``: the address of the words of rank 0 ``[tokens, hidden]``; ``element``: an
+        index in these words."""
+        return row + (Int64(rank) * (call.given.tokens * call.layer.hidden) + element) * 4
+
+    def sum_of(self, words: list) -> Uint32:
+        """Returns the sum of the ranks' words of an element, rounded to bfloat16. Both halves of the result hold the sum."""
+        if const_expr(self.config.ranks == 1):
+            return words[0]
+        total = as_float(words[0] & Uint32(0xFFFFFF00))
+        for word in words[1:]:
+            total += as_float(word & Uint32(0xFFFFFF00))
+        return self.rounded(total)
+
+    @cute.jit
+    def send(self, call: LayerCall, row: Int64, element: Any, values: list, tag: Int32):
+        """Stores this rank's addends of consecutive elements in the memory of all ranks, see `addends_at`."""
+        own = self.addends_at(call, row, element, call.given.rank)
+        for number, value in enumerate(values):
+            store_addend(own + 4 * number, value, tag)
+        for other in cutlass.range_constexpr(self.config.ranks - 1):
+            to = own + call.others[other]
+            for number, value in enumerate(values):
+                store_addend(to + 4 * number, value, tag)
 
     def token_and_row(self, thread: Int32, rows: Int32) -> Any:
         """Divides threads among tokens, and the rows of a token. Divisions take about 0.05 us."""

@@ -44,29 +44,30 @@ class Gemm(Split):
         live = thread * CHUNK < hidden
         # Threads beyond the tokens' end load the last chunk, but do not store it.
         column = cutlass.min(thread * CHUNK, hidden - CHUNK)
-        some = self.config.at_once
-        words = cute.make_rmem_tensor((some * CHUNK,), Uint32)
+        some, ranks = self.config.at_once, self.config.ranks
+        words = cute.make_rmem_tensor((some * ranks * CHUNK,), Uint32)
         words.fill(0)
         for begin in cutlass.range(0, call.tokens, some, unroll=1):
             addresses = []
             for each in cutlass.range_constexpr(some):
                 token = cutlass.min(begin + each, call.tokens - 1)
-                at = source + Int64(token * hidden + column) * 4
-                addresses += [at, at + 16]
-            self.load_words_of_all(call, addresses, words, tag)
+                for rank in cutlass.range_constexpr(ranks):
+                    at = self.addends_at(call, source, token * hidden + column, rank)
+                    addresses += [at, at + 16]
+            self.load_words_of_all(call, addresses, words, tag, ranks > 1)
             for each in cutlass.range_constexpr(some):
                 token = begin + each
                 square = Float32(0.0)
+                sums = [self.sum_of([words[(each * ranks + r) * CHUNK + at] for r in range(ranks)]) for at in range(CHUNK)]
                 for number in cutlass.range_constexpr(CHUNK):
-                    value = value_of(words[each * CHUNK + number])
+                    value = value_of(sums[number])
                     square += value * value
                 square = warp_sum(cutlass.select_(live, square, Float32(0.0)))
                 if token < call.tokens:
                     if cute.arch.lane_idx() == 0:
                         store_floats("shared", call.squares_at + (token * MMA_WARPS + warp) * 4, [square])
                     if live:
-                        pairs = [each * CHUNK + 2 * pair for pair in range(4)]
-                        both = [both_values(words[pair], words[pair + 1]) for pair in pairs]
+                        both = [both_values(sums[2 * pair], sums[2 * pair + 1]) for pair in range(CHUNK // 2)]
                         store_words_shared(to + token * pitch + column * 2, both)
 
     def scale_of(self, call: LayerCall, token: Int32) -> Float32:

@@ -19,6 +19,7 @@ So the earliest unfinished step of all CTAs always proceeds. Waits for other CTA
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -50,7 +51,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     TILE,
     Config,
 )
-from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import load_tagged, store_tagged, value_of
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, load_tagged, store_tagged, value_of
 from tokenspeed_kernel_nvidia.sm90.layers.route_device import Route
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
     COLUMNS,
@@ -97,7 +98,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     tokens, hidden = size(), size(divisibility=32)
     residual, out = rows(config.dtype, tokens, hidden), rows(config.dtype, size(), tokens, hidden)
     numbers = [*(Int64(0) for _ in range(8)), *(Int32(0) for _ in range(6)), *(Float32(0) for _ in range(4))]
-    numbers += [*(Int64(0) for _ in range(10)), *(Int32(0) for _ in range(7)), Float32(0)]
+    numbers += [*(Int64(0) for _ in range(10)), *(Int32(0) for _ in range(7)), Float32(0), Int32(0), Int64(0)]
     return residual, out, *numbers, arguments.stream()
 
 
@@ -157,6 +158,8 @@ class Persistent(Route):
         group: Int32,
         split_bits: Int32,
         scale: Float32,
+        rank: Int32,
+        others: Int64,
         stream: cuda.CUstream,
     ):
         layers, tokens, hidden = out.shape
@@ -174,7 +177,7 @@ class Persistent(Route):
         )  # fmt: skip
         given = Given(
             table, residual.iterator.toint(), out.iterator.toint(), head, outputs, totals, logits, activated, slots, sent, tokens,
-            width, layers, polls, eps, layer, attention,
+            width, layers, polls, eps, layer, attention, rank, others,
         )  # fmt: skip
         self.run(given).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=not self.config.cooperative,
@@ -199,12 +202,15 @@ class Persistent(Route):
             storage.order.data_ptr(), storage.experts_of_pairs.data_ptr(), given, Int32(0), Int32(0), rows_at,
             storage.partials.data_ptr().toint(), storage.router.data_ptr().toint(), storage.squares.data_ptr().toint(),
             storage.chosen.data_ptr(), storage.kept.data_ptr(), storage.table.data_ptr(), storage.angles.data_ptr().toint(),
-            storage.known_tiles.data_ptr(), storage.known_offsets.data_ptr(), storage.router_full.data_ptr(),
-            storage.routed.data_ptr(),
+            storage.known_tiles.data_ptr(), storage.known_offsets.data_ptr(), storage.others.data_ptr(),
+            storage.router_full.data_ptr(), storage.routed.data_ptr(),
         )  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         for place in cutlass.range(thread, given.layers * COLUMNS, THREADS, unroll=1):
             call.table[place] = cute.make_ptr(Int64, given.table, cute.AddressSpace.gmem)[place]
+        if const_expr(self.config.ranks > 1):
+            if thread < self.config.ranks - 1:
+                call.others[thread] = cute.make_ptr(Int64, given.others, cute.AddressSpace.gmem)[thread]
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(self.stages):
@@ -255,6 +261,8 @@ class Persistent(Route):
             at = self.project(of_layer, warp, at)
             self.route(of_layer, warp, *ahead)
             at, to = self.consume(of_layer, warp, at, to)
+        if const_expr(self.config.ranks > 1):
+            self.store_output(call_of_layer(call, call.given.layers - 1, call.kept[LAST_TAG]))
         if warp == 0:
             self.leave_layers(call, call.kept[LAST_TAG])
 
@@ -369,7 +377,8 @@ class Persistent(Route):
     @cute.jit
     def combine(self, call: LayerCall, warp: Int32):
         """Stores this CTA's part of the output, also as words: the sum over slots, plus ``totals``, the residual stream before the
-        experts. If one of the CTA's waits has given up, the output is NaN. All MMA warps call this method."""
+        experts. If ranks share the layer, stores this rank's addends as words; the first rank adds ``totals``. If one of the CTA's
+        waits has given up, the output is NaN. All MMA warps call this method."""
         layer = call.layer
         thread = self.thread()
         width = layer.hidden // 4
@@ -378,23 +387,54 @@ class Persistent(Route):
         while quad < end:
             token = quad // width
             column = (quad - token * width) * 4
-            before = load_tagged(call.given.totals + Int64(quad) * 16)
+            before = self.quad_of_totals(call, quad)
             expert = self.sum_of_slots(call, token, column)
             gave_up = call.kept[GIVEN_UP] != 0
-            words = []
-            for half in cutlass.range_constexpr(2):
-                # Round like the operator's result, then add the residual stream.
-                low, high = widened(self.dtype, pack(self.dtype, expert[2 * half], expert[2 * half + 1]))
-                both = pack(self.dtype, low + value_of(before[2 * half]), high + value_of(before[2 * half + 1]))
-                words.append(cutlass.select_(gave_up, Uint32(_NANS), both))
-            store_words(to + Int64(quad) * 8, words)
-            words_at = call.given.outputs + Int64(quad) * 16
-            for half in cutlass.range_constexpr(2):
-                # A tagged word has its value in the upper half.
-                store_tagged(words_at + 8 * half, words[half] << 16, call.tag)
-                store_tagged(words_at + 8 * half + 4, words[half], call.tag)
+            if const_expr(self.config.ranks == 1):
+                words = []
+                for half in cutlass.range_constexpr(2):
+                    # Round like the operator's result, then add the residual stream.
+                    low, high = widened(self.dtype, pack(self.dtype, expert[2 * half], expert[2 * half + 1]))
+                    both = pack(self.dtype, low + value_of(before[2 * half]), high + value_of(before[2 * half + 1]))
+                    words.append(cutlass.select_(gave_up, Uint32(_NANS), both))
+                store_words(to + Int64(quad) * 8, words)
+                words_at = call.given.outputs + Int64(quad) * 16
+                for half in cutlass.range_constexpr(2):
+                    # A tagged word has its value in the upper half.
+                    store_tagged(words_at + 8 * half, words[half] << 16, call.tag)
+                    store_tagged(words_at + 8 * half + 4, words[half], call.tag)
+            else:
+                first = call.given.rank == 0
+                addends = []
+                for number in cutlass.range_constexpr(4):
+                    addend = expert[number] + cutlass.select_(first, value_of(before[number]), Float32(0.0))
+                    addends.append(cutlass.select_(gave_up, Float32(math.nan), addend))
+                self.send(call, call.given.outputs, quad * 4, addends, call.tag)
             quad += PREPARING_THREADS
         self.publish(call, OUT)
+
+    @cute.jit
+    def store_output(self, call: LayerCall):
+        """Waits for all ranks' addends of this CTA's part of the last layer's output, and stores the sums. So when the launch ends,
+        no words are on the way to this GPU. ``call``: the call of the last layer."""
+        ranks = range(self.config.ranks)
+        words = cute.make_rmem_tensor((4 * self.config.ranks,), Uint32)
+        words.fill(0)
+        quad, end = call.kept[FIRST_QUAD] + self.thread(), call.kept[END_QUAD]
+        to = call.output_of(call.given.layers - 1)
+        while quad < end:
+            addresses = [self.addends_at(call, call.given.outputs, quad * 4, rank) for rank in ranks]
+            self.load_words_of_all(call, addresses, words, call.tag, True)
+            sums = [self.sum_of([words[4 * rank + each] for rank in ranks]) for each in range(4)]
+            gave_up = call.kept[GIVEN_UP] != 0
+            both = [both_values(sums[2 * half], sums[2 * half + 1]) for half in range(2)]
+            store_words(to + Int64(quad) * 8, [cutlass.select_(gave_up, Uint32(_NANS), each) for each in both])
+            quad += PREPARING_THREADS
+
+    def quad_of_totals(self, call: LayerCall, quad: Int32) -> list:
+        """Returns four consecutive elements of ``totals``, as words. They have been waited for before."""
+        found = [load_tagged(self.addends_at(call, call.given.totals, quad * 4, rank)) for rank in range(self.config.ranks)]
+        return [self.sum_of([each[number] for each in found]) for number in range(4)]
 
     @cute.jit
     def leave_layers(self, call: LayerCall, tag: Int32):

@@ -13,7 +13,13 @@ Forward progress. CTAs wait for one another, so all CTAs of a launch must run at
 cooperative: the driver starts either all CTAs or none. So a launch waits while other streams' kernels occupy SMs, also another
 launch of this kernel. It never holds some SMs while it waits for others.
 
-Rounding is as in `rmsnorm`, `mm`, `apply_rope`, `rmsnorm_moe_topk` and `moe_apply`. Results have the same bits in every run.
+If the weights have a group of two ranks, each rank launches the kernel for its shard, and the two sums over ranks of a layer are in
+the kernel, see `exchange_device`. The ranks' GPUs write to one another's memory over NVLink. A rank waits for the other rank at
+most `ProcessGroup.peer_time_limit_s`; after that the results are NaN. Scratch memory belongs to the group, so that launches of a
+group must be ordered, as for every operator between ranks. The sums are rounded once, with the residual stream.
+
+Rounding is otherwise as in `rmsnorm`, `mm`, `apply_rope`, `rmsnorm_moe_topk` and `moe_apply`. Results have the same bits in every
+run.
 
 With up to four tokens the kernel is faster than separate kernels, and preferred to them. With eight it is not, so with five to
 eight tokens it is selected only if it is preferred by name. `benchmarks/h200_persistent.json` has the times on an H200.
@@ -31,6 +37,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.alignment import aligned_cache
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format
@@ -61,6 +68,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     PAIRS,
     PARTIAL_WORDS,
     PREFERRED,
+    RANKS,
     ROUTER_BYTES,
     SPLITS,
     TOKENS,
@@ -77,7 +85,9 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 _EVERY_KEY = 1 << 30  # the window of layers without a window
-POLLS = 4_000_000  # a poll takes about 0.5 us, so a warp gives up after about two seconds
+_POLLS_PER_S = 2_000_000  # a poll takes about 0.5 us
+POLLS = 2 * _POLLS_PER_S  # so a warp gives up after about two seconds
+_MOST_POLLS = (1 << 31) - 1
 _ALIGNMENT = 128  # of the parts of the scratch memory, in bytes
 _CAPTURES = 4  # captured launches whose scratch memory is zeroed in advance
 _ROWS = 16  # fewer rows of qkv per CTA are not worth a CTA
@@ -126,23 +136,28 @@ class Launch(NamedTuple):
     numbers: tuple[Any, ...]
     attention: tuple[Any, ...]
 
-    def __call__(self, x: Tensor, out: Tensor, table: Tensor, memory_at: int, cache: Tensor, step: Step) -> None:
+    def __call__(
+        self, x: Tensor, out: Tensor, table: Tensor, memory_at: int, cache: Tensor, step: Step, rank: int = 0, others_at: int = 0
+    ) -> None:
         """Launches the kernel on the current stream.
 
         Args:
             x: bfloat16 ``[tokens, hidden]``, contiguous and 16-byte aligned: the first layer's input.
-            out: bfloat16 ``[layers, tokens, hidden]``, likewise; receives each layer's output, which is the next layer's input.
+            out: bfloat16 ``[layers, tokens, hidden]``, likewise; receives each layer's output, which is the next layer's input. If
+                several ranks share the layers, receives only the last layer's output.
             table: the table of layers, see `table_of`.
             memory_at: the address of the scratch memory.
             cache: a layer's key cache. All caches have its strides.
             step: the tensors of the step.
+            rank: this GPU's rank among those that share the layers.
+            others_at: the address of int64 ``[ranks - 1]``, from `distances`.
         """
         head, outputs, totals, logits, activated, slots, sent, qkv, partials, attended = (memory_at + each for each in self.offsets)
         lengths, pages, slots_of_keys, angles = step
         self.program(
             x, out, table.data_ptr(), head, outputs, totals, logits, activated, slots, sent, *self.numbers, qkv, partials, attended,
             lengths.data_ptr(), pages.data_ptr(), slots_of_keys.data_ptr(), angles.data_ptr(), *cache.stride()[:3],
-            pages.stride(0), slots_of_keys.element_size() // 4, angles.stride(0), cache.shape[1], *self.attention,
+            pages.stride(0), slots_of_keys.element_size() // 4, angles.stride(0), cache.shape[1], *self.attention, rank, others_at,
         )  # fmt: skip
 
 
@@ -162,11 +177,12 @@ def launch_of(
     """Returns the launch for some sizes. Raises ValueError for sizes that the kernel does not support."""
     _check(plan, layers, tokens, heads, kv_heads, ctas, config)
     hidden, pairs, width = plan.hidden_size, tokens * plan.top_k, heads * HEAD_DIM
+    summed = 4 * config.ranks * tokens * hidden  # bytes of a sum over ranks
     split_bits = split_bits_of(tokens, kv_heads, ctas)
     # The trace follows the counters.
     head = 4 * (HEAD_WORDS + (MOST_LAYERS + 1) * LAYER_COUNTERS) + 8 * config.trace * ctas * (layers + 1) * len(EVENTS)
     sizes = (
-        head, 4 * tokens * hidden, 4 * tokens * hidden, 4 * tokens * plan.num_experts, 4 * pairs * plan.intermediate_size,
+        head, summed, summed, 4 * tokens * plan.num_experts, 4 * pairs * plan.intermediate_size,
         8 * pairs * hidden, 2 * ctas * config.sent_bytes, 4 * tokens * (heads + 2 * kv_heads) * HEAD_DIM,
         8 * (tokens * heads << split_bits) * PARTIAL_WORDS, 4 * tokens * width,
     )  # fmt: skip
@@ -179,6 +195,17 @@ def launch_of(
         persistent_program(config), ctas, tuple(offsets[:-1]), offsets[-1], (*sized, polls, eps, plan.alpha, limit, plan.beta),
         (kv_heads, heads // kv_heads, split_bits, scale * LOG2_E),
     )  # fmt: skip
+
+
+def distances(memory_at: int, others: Sequence[int], device: torch.device) -> Tensor:
+    """Returns what to add to an address in this rank's scratch memory, for the same place in each other rank's: int64, on the
+    device.
+
+    Args:
+        memory_at: the address of this rank's scratch memory.
+        others: the addresses of the other ranks' scratch memory.
+    """
+    return torch.tensor([other - memory_at for other in others], dtype=torch.int64, device=device)
 
 
 def copies_of(layers: Sequence[DecoderLayer], ctas: int) -> list[tuple[Tensor, Tensor]]:
@@ -220,6 +247,10 @@ _tables: weakref.WeakKeyDictionary[DecoderWeights, dict[tuple[int, ...], Tensor]
 _copies: weakref.WeakKeyDictionary[DecoderWeights, dict[int, list[tuple[Tensor, Tensor]]]] = weakref.WeakKeyDictionary()
 
 
+# The tensors of `distances`, by the address of a rank's memory.
+_distances: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Tensor]] = weakref.WeakKeyDictionary()
+
+
 @functools.cache
 def _keeper_of(offsets: tuple[int, ...], nbytes: int) -> Keeper:
     """Returns the keeper of the scratch memory for launches with these sizes. Launches leave tags in this memory, which the next
@@ -245,6 +276,19 @@ def _kept_table(weights: DecoderWeights, k_cache: Tensor, v_cache: Tensor, ctas:
             copies[ctas] = copies_of(weights.layers, ctas)
         found = tables[key] = table_of(weights.layers, copies[ctas], list(zip(k_cache, v_cache, strict=True)))
     return found
+
+
+def _shared_memory(group: ProcessGroup, launch: Launch, x: Tensor) -> tuple[int, int, int]:
+    """Returns the address of a rank's scratch memory for launches with these sizes, the rank, and the address of the `distances` to
+    the other ranks' memory. All launches of the group with these sizes use the same memory, one after another, in graphs too."""
+    group.check_agreement("decoder_layers", x=x, nbytes=launch.nbytes)
+    shared = group.shared_words(f"decoder_layers, {len(x)} tokens", launch.nbytes // 4)
+    own = shared.addresses[group.rank]
+    known = _distances.setdefault(group, {})
+    if own not in known:
+        others = [each for rank, each in enumerate(shared.addresses) if rank != group.rank]
+        known[own] = distances(own, others, x.device)
+    return own, group.rank, known[own].data_ptr()
 
 
 def ctas_of(plan: MoEPlan, tokens: int, heads: int, kv_heads: int, sms: int) -> int:
@@ -279,20 +323,27 @@ def decoder_layers(
     heads = weights.layers[0].projection.shape[1] // head_dim
     _check_pages(page_size, head_dim)
     ctas = ctas_of(plan, tokens, heads, kv_heads, sm_count_of(device))
-    launch = launch_of(plan, layers, tokens, heads, kv_heads, ctas, served_config(min(tokens, max(TOKENS))), eps)
+    group = weights.group
+    config = served_config(min(tokens, max(TOKENS)), weights.world_size)
+    polls = POLLS if group is None else min(int(group.peer_time_limit_s * _POLLS_PER_S), _MOST_POLLS)
+    launch = launch_of(plan, layers, tokens, heads, kv_heads, ctas, config, eps, polls=polls)
     keys, values = aligned_cache(k_cache, "k_cache"), aligned_cache(v_cache, "v_cache")
     if keys.stride() != values.stride():
         keys, values = (each.clone(memory_format=torch.contiguous_format) for each in (k_cache, v_cache))
     table = _kept_table(weights, keys, values, ctas)
     stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
-    memory = _keeper_of(launch.offsets, launch.nbytes).get(device, stream, 0, launch.nbytes // 4)
+    if group is None:
+        memory = _keeper_of(launch.offsets, launch.nbytes).get(device, stream, 0, launch.nbytes // 4)
+        memory_at, rank, others_at = memory.counters_at, 0, 0
+    else:
+        memory_at, rank, others_at = _shared_memory(group, launch, x)
     # Copies must live until the launch.
     rows = x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
     pages = page_table if page_table.stride(1) == 1 else page_table.contiguous()
     angles = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
     step = Step(cache_seqlens.contiguous(), pages, slot_mapping.contiguous(), angles)
     outputs = x.new_empty(layers, tokens, hidden)
-    launch(rows, outputs, table, memory.counters_at, keys[0], step)
+    launch(rows, outputs, table, memory_at, keys[0], step, rank, others_at)
     for given, used in ((k_cache, keys), (v_cache, values)):
         if used is not given:
             given.copy_(used)
@@ -339,6 +390,9 @@ for _name, _tokens, _priority in (
             "sinks": {True},
             "attention_bias": {True},
             "router_bias": {True},
+            "over_ranks": any,
+            "world_size": set(RANKS),
+            "link": {"one rank", "nvlink, no multicast", "nvlink, multicast not used", "host memory"},
             "weight_layout": LAYOUT,
             "processed_weights": True,
             "activation": "swiglu",
@@ -373,9 +427,11 @@ class PersistentLayers:
         plan: the plan of the experts.
         scale: the softmax scale.
         eps: added to the mean square.
-        config: the configuration; None for that of `config_of`.
+        config: the configuration; None for that of `config_of`. With several ranks, the sizes and weights are this rank's.
         ctas: the number of CTAs; None for one per SM.
         polls: how often a warp polls before it gives up.
+        rank: this object's rank, if the configuration has several. Then call `connect` before the first launch.
+        memory: zeroed int32 words for the scratch memory; None to allocate them.
 
     Raises:
         ValueError: a size is not supported.
@@ -393,6 +449,8 @@ class PersistentLayers:
         config: Config | None = None,
         ctas: int | None = None,
         polls: int = POLLS,
+        rank: int = 0,
+        memory: Tensor | None = None,
     ) -> None:
         layers, keys = len(weights), caches[0][0]
         heads = weights[0].projection.shape[1] // HEAD_DIM
@@ -410,9 +468,23 @@ class PersistentLayers:
         self._shape = tokens, plan.hidden_size
         self._copies = copies_of(weights, ctas)
         self._table = table_of(weights, self._copies, caches)
-        self._memory = torch.zeros(self._launch.nbytes, dtype=torch.uint8, device=keys.device)
+        words = self._launch.nbytes // 4
+        if memory is not None and len(memory) < words:
+            raise ValueError(f"persistent layers: memory must be of at least {words} words, got {len(memory)}")
+        self._memory = torch.zeros(words, dtype=torch.int32, device=keys.device) if memory is None else memory[:words]
+        self._rank, self._others = rank, self._memory[:0].long()
         self._counters = HEAD_WORDS + (layers + 1) * LAYER_COUNTERS
         self._trace_shape = (ctas if config.trace else 0, layers + 1, len(EVENTS))
+
+    def connect(self, addresses: Sequence[int]) -> None:
+        """Sets the addresses of the scratch memory of all ranks that share the layers, in order of ranks."""
+        others = [address for rank, address in enumerate(addresses) if rank != self._rank]
+        self._others = distances(self.address, others, self._memory.device)
+
+    @property
+    def address(self) -> int:
+        """The address of the scratch memory."""
+        return self._memory.data_ptr()
 
     @property
     def ctas(self) -> int:
@@ -444,17 +516,17 @@ class PersistentLayers:
             if given.stride(-1) != 1 or (name != "pages" and not given.is_contiguous()):
                 raise ValueError(f"persistent layers: {name} must be contiguous, got strides {given.stride()}")
         step = Step(lengths, pages, slots, self._angles)
-        self._launch(x, out, self._table, self._memory.data_ptr(), self._caches[0][0], step)
+        self._launch(x, out, self._table, self.address, self._caches[0][0], step, self._rank, self._others.data_ptr())
 
     @property
     def failed(self) -> bool:
         """Whether a launch has given up waiting for other CTAs. Reading this property waits for the device."""
-        return bool(self._words[FAILED])
+        return bool(self._memory[FAILED])
 
     @property
     def counters_are_zero(self) -> bool:
         """Whether the last launch has reset the counters of layers. Reading this property waits for the device."""
-        return not self._words[HEAD_WORDS : self._counters].any()
+        return not self._memory[HEAD_WORDS : self._counters].any()
 
     @property
     def trace(self) -> Tensor:
@@ -463,15 +535,11 @@ class PersistentLayers:
         The last row has the clock and the global timer (in nanoseconds) at the CTA's start, and again at the CTA's end.
         """
         count = 2 * math.prod(self._trace_shape)
-        return self._words[self._counters : self._counters + count].view(torch.int64).view(self._trace_shape)
+        return self._memory[self._counters : self._counters + count].view(torch.int64).view(self._trace_shape)
 
     def reset(self) -> None:
         """Makes the next launch independent of a failed launch."""
         self._memory.zero_()
-
-    @property
-    def _words(self) -> Tensor:
-        return self._memory.view(torch.int32)
 
 
 def split_bits_of(tokens: int, kv_heads: int, ctas: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
@@ -52,22 +52,28 @@ class Project(Attend):
     @cute.jit
     def project(self, call: LayerCall, warp: Int32, at: Any):
         """Computes this CTA's rows of the projection, adds bias and the layer's input, and stores the results as words of
-        ``totals``. Returns the next position in the ring buffer."""
+        ``totals``. If ranks share the layer, the first rank adds the input. Returns the next position in the ring buffer."""
         thread = self.thread()
         rows, hidden = call.row_count, call.layer.hidden
         token, row = self.token_and_row(thread, rows)
         live = thread < call.tokens * rows
         bias_of = Vector(call.address(PROJECTION_BIAS), Int32(BFLOAT16))
         bias = bias_of.load(call.first_row + row, live)
-        element = Int64(cutlass.select_(live, token * hidden + call.first_row + row, 0)) * 4
+        element = cutlass.select_(live, token * hidden + call.first_row + row, 0)
         # All words of the input have arrived, because this CTA has read all of them before.
-        before = load_words("relaxed.gpu.global", call.given.outputs + element, 1)
+        ranks = range(self.config.ranks)
+        before = [load_words("relaxed.gpu.global", self.addends_at(call, call.given.outputs, element, rank), 1) for rank in ranks]
         self.load_attended(call, warp)
         self.synchronise()
         at = self.multiply_tiles(call, warp, at, rows, call.given.width * 2, False)
         self.synchronise()
         if live:
-            projected = value_of(self.rounded(self.sum_of_warps(call, token, row) + bias_of.number(bias)))
-            store_tagged(call.given.totals + element, self.rounded(projected + value_of(before)), call.tag)
+            total = self.sum_of_warps(call, token, row) + bias_of.number(bias)
+            if const_expr(self.config.ranks == 1):
+                word = self.rounded(value_of(self.rounded(total)) + value_of(before[0]))
+                store_tagged(call.given.totals + Int64(element) * 4, word, call.tag)
+            else:
+                residual = cutlass.select_(call.given.rank == 0, value_of(self.sum_of(before)), Float32(0.0))
+                self.send(call, call.given.totals, element, [total + residual], call.tag)
         self.publish(call, TOTALS)
         return at

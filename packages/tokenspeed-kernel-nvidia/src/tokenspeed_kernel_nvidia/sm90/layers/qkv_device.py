@@ -17,7 +17,7 @@ from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, release_a
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import pack, widened
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
 from tokenspeed_kernel_nvidia.sm90.layers.config import OUT, QKV, WIDTH_PITCH
-from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import store_tagged
+from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import store_addend, store_tagged
 from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK, Gemm
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import INPUT_NORM, QKV_BIAS, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
@@ -28,15 +28,22 @@ class Qkv(Gemm):
 
     @cute.jit
     def store_input(self, call: LayerCall):
-        """Stores this CTA's part of the first layer's input as tagged words. ``call``: the call of layer 0."""
+        """Stores this CTA's part of the first layer's input as tagged words. ``call``: the call of layer 0.
+
+        If ranks share the layers, each rank has the whole input, and stores it as the first rank's addend, in its own memory."""
         ctas, _, _ = cute.arch.grid_dim()
         cta, _, _ = cute.arch.block_idx()
         elements = call.tokens * call.layer.hidden
         element = cta * elements // ctas + self.thread()
         end = (cta + 1) * elements // ctas
         while element < end:
-            value = cute.make_ptr(self.dtype, call.given.residual, cute.AddressSpace.gmem)[element]
-            store_tagged(call.given.outputs + Int64(element) * 4, self.rounded(value.to(cutlass.Float32)), call.tag - 1 & 0xFFFF)
+            value = cute.make_ptr(self.dtype, call.given.residual, cute.AddressSpace.gmem)[element].to(cutlass.Float32)
+            if const_expr(self.config.ranks == 1):
+                store_tagged(call.given.outputs + Int64(element) * 4, self.rounded(value), call.tag - 1 & 0xFFFF)
+            else:
+                for rank in cutlass.range_constexpr(self.config.ranks):
+                    to = self.addends_at(call, call.given.outputs, element, rank)
+                    store_addend(to, value if rank == 0 else cutlass.Float32(0.0), call.tag - 1)
             element += PREPARING_THREADS
         if const_expr(OUT in self.config.counted):
             self.synchronise()

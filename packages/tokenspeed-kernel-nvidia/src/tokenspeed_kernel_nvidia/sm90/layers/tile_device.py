@@ -94,10 +94,12 @@ class Given:
     Attributes:
         table: int64 ``[layers, COLUMNS]``.
         residual: bfloat16 ``[tokens, hidden]``, the first layer's input.
-        out: bfloat16 ``[layers, tokens, hidden]``. A layer's output is the next layer's input.
+        out: bfloat16 ``[layers, tokens, hidden]``. A layer's output is the next layer's input. With several ranks, only the last
+            layer's output is stored.
         head: the counters in global memory, see `config.HEAD_WORDS`.
-        outputs: tagged words ``[tokens, hidden]``: the layer's input, which is the preceding layer's output.
-        totals: tagged words ``[tokens, hidden]``: projection plus input.
+        outputs: tagged words ``[ranks, tokens, hidden]``: the layer's input, which is the preceding layer's output; with several
+            ranks, each rank's addends.
+        totals: projection plus input, likewise.
         logits: tagged words ``[tokens, experts]``.
         activated: tagged words ``[pairs, intermediate]``: the results of the experts' first GEMM.
         slots: tagged numbers ``[pairs, hidden]``: the weighted results of the second.
@@ -107,6 +109,9 @@ class Given:
         eps: added to the mean square.
         layer: the experts' sizes and options. The addresses of weights are 0.
         attention: the arguments of attention.
+        rank: this GPU's rank among those that share the layers.
+        others: int64 ``[ranks - 1]``: for each other rank, what to add to an address in this rank's scratch memory for the same
+            place in the other's.
     """
 
     table: Int64
@@ -126,6 +131,8 @@ class Given:
     eps: Float32
     layer: Layer
     attention: Attention
+    rank: Int32
+    others: Int64
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,7 @@ class LayerCall(Call):
         angles: cosines and sines for that token.
         known_tiles, known_offsets: for each warp, the first tile of a layer with a window and of a layer without, and the tile's
             offset in the caches. A tile of -1 is unknown.
+        others: a copy of `Given.others`.
         router_full, routed: barriers with one phase per layer: the router's rows, and the lists of pairs, are in shared memory.
     """
 
@@ -165,6 +173,7 @@ class LayerCall(Call):
     angles: Int32
     known_tiles: cute.Pointer
     known_offsets: cute.Pointer
+    others: cute.Pointer
     router_full: cute.Pointer
     routed: cute.Pointer
 
@@ -250,6 +259,7 @@ def storage_of(config: Any) -> Any:
         known_tiles: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
         known_offsets: cute.struct.MemRange[Int64, 2 * MMA_WARPS]
         table: cute.struct.MemRange[Int64, COLUMNS * MOST_LAYERS]
+        others: cute.struct.MemRange[Int64, max(config.ranks - 1, 1)]
         angles: cute.struct.Align[cute.struct.MemRange[Float32, HEAD_DIM], 16]
         maxima: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
         small: cute.struct.MemRange[Int32, config.pairs * MMA_WARPS // ROWS_AT_ONCE]
