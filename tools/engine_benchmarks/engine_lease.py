@@ -238,6 +238,12 @@ def metadata_of(command: str, commit: str) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser, gpus: Sequence[int]) -> None:
     """Adds the options of a `Lease` to a parser. ``gpus`` is the default of the option of that name."""
     parser.add_argument("--gpus", nargs="+", type=int, default=list(gpus))
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        metavar="CASE:VARIANT,...",
+        help="instead of the rounds; engines joined by commas start together, and GPUs take the words in turn",
+    )
     parser.add_argument("--folder", type=Path, required=True, help="of the results")
     parser.add_argument("--seconds", type=float, default=540.0, help="when everything must be done")
     parser.add_argument("--start-seconds", type=float, default=170.0, help="how long a round waits for its slowest engine")
@@ -255,6 +261,20 @@ def selected(rounds: Sequence[Round], numbers: Sequence[int], cases: Sequence[st
         return [(name, variant) for name, variant in engines if name in cases and variant in variants]
 
     return [Round(each.number, kept(each.wide), tuple(map(kept, each.shares))) for each in rounds if each.number in numbers]
+
+
+def shares_of(words: Sequence[str], cases: Sequence[str], variants: Sequence[str]) -> tuple[Engines, ...]:
+    """Returns the engines that ``--engines`` names. Each word has the engines that start together on a GPU, joined
+    by commas: ``CASE:VARIANT``. GPUs take the words in turn. Exits if a case or a variant is unknown.
+    """
+
+    def engine(text: str) -> tuple[str, str]:
+        case, _, variant = text.partition(":")
+        if case not in cases or variant not in variants:
+            raise SystemExit(f"--engines takes CASE:VARIANT of {', '.join(cases)} and {', '.join(variants)}; got {text!r}")
+        return case, variant
+
+    return tuple([engine(text) for text in word.split(",")] for word in words)
 
 
 def _pin(pid: int, gpus: Sequence[int], every: Sequence[int]) -> None:

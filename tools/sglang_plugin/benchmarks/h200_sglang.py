@@ -33,7 +33,7 @@ from typing import Any
 sys.path.extend([str(Path(__file__).parents[2] / name) for name in ("engine_benchmarks", "vllm_plugin/benchmarks")])
 
 from engine_figures import speed_ups
-from engine_lease import Lease, Round, RunningEngine, add_arguments, metadata_of, selected
+from engine_lease import Lease, Round, RunningEngine, add_arguments, metadata_of, selected, shares_of
 
 HERE = Path(__file__).parent
 PLUGIN, HOOKS = "tokenspeed_kernel", "sglang_hooks"
@@ -113,6 +113,10 @@ class SglangLease(Lease):
             words += ["--layers", str(given.layers)]
         if given.tasks:
             words += ["--tasks", given.tasks]
+        if given.memory:
+            words += ["--memory", str(given.memory)]
+        if given.cache_tokens:
+            words += ["--cache-tokens", str(given.cache_tokens)]
         if given.eager:
             words += ["--set", "disable_cuda_graph=true"]
         variables = {"PYTHONPATH": self.path, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **VARIANTS[variant].variables}
@@ -183,22 +187,16 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, nargs="+", default=[each.number for each in ROUNDS])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="only these")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="only these")
-    parser.add_argument("--engines", nargs="+", metavar="CASE:VARIANT", help="instead of the rounds; one for each GPU in turn")
     parser.add_argument("--layers", type=int, help="fewer for a rehearsal; the bars are those of all layers")
     parser.add_argument("--batches", type=int, nargs="+", default=list(DECODE_BARS))
     parser.add_argument("--decode", type=int, default=104, help="tokens that each request generates")
     parser.add_argument("--requests", type=int, default=1000, help="random requests of each engine")
     parser.add_argument("--eager", action="store_true", help="no graphs; the experts of tokens are then compared too")
     parser.add_argument("--tasks", help="of sglang_engine.py; all if left out")
+    parser.add_argument("--memory", type=float, help="of sglang_engine.py; less if engines share a GPU")
+    parser.add_argument("--cache-tokens", type=int, help="of sglang_engine.py")
     add_arguments(parser, [0])
     return parser
-
-
-def _engine(text: str) -> tuple[str, str]:
-    case, _, variant = text.partition(":")
-    if case not in CASES or variant not in VARIANTS:
-        raise SystemExit(f"--engines takes CASE:VARIANT of {', '.join(CASES)} and {', '.join(VARIANTS)}; got {text!r}")
-    return case, variant
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -206,7 +204,7 @@ def main(words: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if words is None else list(words)
     given = parser_of().parse_args(words)
     if given.engines:
-        rounds = [Round(0, [], tuple([engine] for engine in map(_engine, given.engines)))]
+        rounds = [Round(0, [], shares_of(given.engines, list(CASES), list(VARIANTS)))]
     else:
         rounds = selected(ROUNDS, given.rounds, given.cases, given.variants)
     for each in rounds:

@@ -50,6 +50,9 @@ def test_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     assert {variant for _, variant in engines} == set(h200_sglang.VARIANTS)
     h200_sglang.main(["--folder", "x", "--show", "--engines", "gpt-oss-20b:plugin"])
     assert capsys.readouterr().out == "round 0:\n  [('gpt-oss-20b', 'plugin')]\n"
+    h200_sglang.main(["--folder", "x", "--show", "--engines", "gpt-oss-20b:sglang,gpt-oss-20b:plugin", "gpt-oss-120b:sglang"])
+    together = "[('gpt-oss-20b', 'sglang'), ('gpt-oss-20b', 'plugin')]"
+    assert capsys.readouterr().out == f"round 0:\n  {together}\n  [('gpt-oss-120b', 'sglang')]\n"
     with pytest.raises(SystemExit, match="got 'gpt-oss-20b'"):
         h200_sglang.main(["--folder", "x", "--show", "--engines", "gpt-oss-20b"])
 

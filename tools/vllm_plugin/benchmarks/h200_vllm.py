@@ -56,6 +56,9 @@ _LATENT = ("--attention", "CUSTOM", "--mla-prefill", "CUSTOM")
 VARIANTS = {
     "vllm": Variant(variables=_ONLY_WEIGHTS),
     "marlin": Variant(("--moe-backend", "marlin"), _ONLY_WEIGHTS),
+    # vLLM's other attention: how far its own kernels differ among themselves.
+    "vllm-triton": Variant(("--attention", "TRITON_ATTN"), _ONLY_WEIGHTS),
+    "vllm-triton-mla": Variant(("--attention", "TRITON_MLA"), _ONLY_WEIGHTS),
     "plugin": Variant(("--attention", "CUSTOM")),
     "plugin-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_LINEAR": "1"}),
     "plugin-norms": Variant(("--attention", "CUSTOM", "--norms")),

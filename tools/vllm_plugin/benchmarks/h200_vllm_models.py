@@ -27,7 +27,7 @@ sys.path.extend([str(Path(__file__).parent), str(Path(__file__).parents[2] / "en
 
 import h200_vllm as one_model
 from engine_figures import speed_ups
-from engine_lease import Engines, Lease, Round, RunningEngine, add_arguments, metadata_of, selected
+from engine_lease import Engines, Lease, Round, RunningEngine, add_arguments, metadata_of, selected, shares_of
 from random_models import DEFAULT
 
 # The engines of a round may take this much of a GPU's 139 GiB while they start.
@@ -54,7 +54,8 @@ class Case:
 
 # The keys name the files of results.
 CASES = {
-    f"{DEFAULT}-tp2": Case(DEFAULT, 90, 2, ("--tasks", "describe,decode,prefill,random", "--requests", "200")),
+    f"{DEFAULT}-tp2": Case(DEFAULT, 90, 2),
+    DEFAULT: Case(DEFAULT, 90),
     "gpt-oss-20b": Case("gpt-oss-20b", 21),
     "llama-3.1-8b": Case("llama-3.1-8b", 31),
     "llama-3.1-8b-fp8": Case("llama-3.1-8b-fp8", 23),
@@ -62,7 +63,8 @@ CASES = {
     "qwen3-30b-a3b": Case("qwen3-30b-a3b", 69),
     "qwen3-30b-a3b-fp8": Case("qwen3-30b-a3b-fp8", 42),
     "qwen3-30b-a3b-mxfp4": Case("qwen3-30b-a3b-mxfp4", 28),
-    "deepseek-v3": Case("deepseek-v3", 58),
+    # A prompt of 8,192 tokens is one step. Larger steps would only take memory.
+    "deepseek-v3": Case("deepseek-v3", 45, words=("--max-num-batched-tokens", "8192")),
 }
 
 
@@ -99,6 +101,7 @@ ROUNDS = (
         ),
     ),
     Round(4, [], (_all("llama-3.1-8b", "plugin"), [("llama-3.1-8b-fp8", "plugin-fp8-linear")])),
+    Round(5, [], ([(DEFAULT, "vllm")], [(DEFAULT, "plugin")])),
 )
 
 
@@ -112,10 +115,14 @@ class VllmLease(Lease):
 
     def launch(self, name: str, variant: str, gpus: Sequence[int], out: Path) -> RunningEngine:
         case, given = CASES[name], self.given
-        words = [*one_model._SPEED, "--model", case.model, *case.words, "--wait-file", str(out / "go"), "--wait-seconds", "900"]
+        words = [*one_model._SPEED, "--tasks", given.tasks, "--requests", str(given.requests), "--model", case.model, *case.words]
         words += ["--batches", *map(str, given.batches), "--decode", str(given.decode), "--repeats", str(given.repeats)]
-        words += ["--tensor-parallel", str(case.gpus)]
-        variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        # Each captured batch size costs DeepSeek's engines about 10 s, because DeepGEMM compiles kernels for it.
+        words += ["--graph-sizes", *map(str, given.batches)]
+        words += ["--tensor-parallel", str(case.gpus), "--wait-file", str(out / "go"), "--wait-seconds", "900"]
+        # Engines share the kernels that DeepGEMM compiles.
+        deep_gemm = os.environ.get("DG_JIT_CACHE_DIR", str(self.temporary / "deep_gemm"))
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "DG_JIT_CACHE_DIR": deep_gemm}
         return one_model.Process(variant, words, out, self.path, self.cache(f"{name}-{variant}"), variables)
 
     def described(self, name: str) -> dict[str, Any]:
@@ -123,10 +130,10 @@ class VllmLease(Lease):
 
     def cache(self, engine: str) -> Path:
         """Makes an engine's folder of compiled code. Engines share what vLLM finds out about a model's class, which takes 20 s."""
-        folder, shared = self.temporary / f"cache-{engine}", self.temporary / "modelinfos"
+        folder, shared = self.temporary / f"cache-{engine}", self.given.modelinfos or self.temporary / "modelinfos"
         folder.mkdir()
         shared.mkdir(exist_ok=True)
-        (folder / "modelinfos").symlink_to(shared)
+        (folder / "modelinfos").symlink_to(shared.absolute())
         return folder
 
 
@@ -138,6 +145,9 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--variants", nargs="+", choices=one_model.VARIANTS, default=list(one_model.VARIANTS), help="only these")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--decode", type=int, default=104)
+    parser.add_argument("--tasks", default="describe,decode,prefill,random", help="of vllm_engine.py")
+    parser.add_argument("--requests", type=int, default=300, help="random requests of each engine")
+    parser.add_argument("--modelinfos", type=Path, help="what vLLM found out about models' classes before: its folder of this name")
     add_arguments(parser, [0, 1])
     return parser
 
@@ -146,7 +156,10 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measures the cases, and prints the speed of the plugin beside vLLM's own."""
     words = sys.argv[1:] if words is None else list(words)
     given = parser_of().parse_args(words)
-    rounds = selected(ROUNDS, given.rounds, given.cases, given.variants)
+    if given.engines:
+        rounds = [Round(0, [], shares_of(given.engines, list(CASES), list(one_model.VARIANTS)))]
+    else:
+        rounds = selected(ROUNDS, given.rounds, given.cases, given.variants)
     for each in rounds:
         print(f"round {each.number}:", each.wide, *each.shares, sep="\n  ")
     if given.show:

@@ -207,6 +207,15 @@ def test_the_engines_of_a_round_fit_on_a_gpu() -> None:
         assert next(variant for case, variant in engines if case == name) == "vllm"
 
 
+def test_engines_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--folder", "x", "--show", "--engines"]
+    h200_vllm_models.main([*words, "deepseek-v3:vllm,deepseek-v3:plugin-mla", "llama-3.1-8b:vllm"])
+    shares = "[('deepseek-v3', 'vllm'), ('deepseek-v3', 'plugin-mla')]\n  [('llama-3.1-8b', 'vllm')]"
+    assert capsys.readouterr().out == f"round 0:\n  []\n  {shares}\n"
+    with pytest.raises(SystemExit, match="got 'llama-3"):
+        h200_vllm_models.main([*words, "llama-3.1-8b:llama"])
+
+
 WAITING_ENGINE = """
 import argparse, json, os, pathlib, time
 p = argparse.ArgumentParser()
