@@ -2,12 +2,17 @@
 
     python packages/tokenspeed-kernel-nvidia/benchmarks/h200_persistent.py --output persistent.json
     python packages/tokenspeed-kernel-nvidia/benchmarks/h200_persistent.py --compile   # only fills the cache; needs no GPU
+    python packages/tokenspeed-kernel-nvidia/benchmarks/h200_persistent.py --dense bfloat16,float8_e4m3fn --tokens 1,2,4 \
+        --variants persistent --in-flight 3,3,7,2 4,4,9,2
 
 All variants run in one process on the same random values. Each variant is first compared with the public operators, layer by layer.
 For each layer, the operators start from the residual stream that the variant has computed. Then several calls run in a CUDA graph.
 The graph runs several times, with caches evicted in between. A call runs all layers. The layers' weights exceed the L2 cache, so
 every layer reads cold weights. Today's launches are `rmsnorm_qkv_rope`, `mha_decode_with_kvcache`, `mm`, `rmsnorm_moe_topk` and
 `moe_apply`, with PDL, as in the runtime `tools/gpt_oss`. Layers alternate between a window of 128 keys and all keys.
+
+``--dense`` names formats of the weights of qkv and of the projection; fp8 weights are those in bfloat16, with a scale for each row.
+``--in-flight`` adds variants with other numbers of stages in flight, see `Config.in_flight`.
 
 A row is printed as soon as it is measured. If a variant fails, its row has the reason, and the other variants are still measured.
 The kernel's waits end by themselves after about two seconds. The process ends after ``--seconds`` in any case.
@@ -19,7 +24,9 @@ these weights. The other table is for two layers that are so small that their we
 from __future__ import annotations
 
 import argparse
+import copy
 import faulthandler
+import itertools
 import statistics
 import sys
 import time
@@ -45,7 +52,18 @@ from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import config_of as mm_config_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
-from tokenspeed_kernel_nvidia.sm90.layers.config import ATTENDED, EXCHANGES, HEAD_DIM, PARTIALS, QKV, TOTALS, Config, config_of
+from tokenspeed_kernel_nvidia.sm90.layers.config import (
+    ATTENDED,
+    DENSE,
+    EXCHANGES,
+    HEAD_DIM,
+    PARTIALS,
+    QKV,
+    TOTALS,
+    Config,
+    Dense,
+    config_of,
+)
 from tokenspeed_kernel_nvidia.sm90.layers.launch import PersistentLayers, persistent_program
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of as stream_config_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import stream_program
@@ -72,8 +90,8 @@ class Choice:
     together: bool = True
     every: bool = False
 
-    def config_for(self, tokens: int) -> Config:
-        return config_of(tokens, **self.config)
+    def config_for(self, tokens: int, dense: Dense) -> Config:
+        return config_of(tokens, **self.config, dense=dense)
 
 
 def counted(*words: int) -> dict[str, Any]:
@@ -107,6 +125,7 @@ class Model:
         self.device, self.random = device, torch.Generator(device).manual_seed(seed)
         self.weights: list[DecoderLayer] = []
         self.plan: Any = None
+        self.dense: Dense = "bfloat16"
         self.kv_heads, self.heads = kv_heads, kv_heads * group
         rows, width = (self.heads + 2 * kv_heads) * HEAD_DIM, self.heads * HEAD_DIM
         for index in range(layers):
@@ -132,6 +151,17 @@ class Model:
                 experts=ops.moe_apply.prepare(drawn.weights, self.plan),
             )
             self.weights.append(of_layer)
+
+    def quantised(self) -> Model:
+        """Returns a model with the weights of qkv and of the projection in fp8. All other weights are shared."""
+        made = copy.copy(self)
+        made.dense, made.weights = "float8_e4m3fn", []
+        for layer in self.weights:
+            both = {name: ops.quantize_fp8(getattr(layer, name)) for name in ("qkv", "projection")}
+            weights = {name: weight for name, (weight, _) in both.items()}
+            scales = {f"{name}_scale": scale for name, (_, scale) in both.items()}
+            made.weights.append(replace(layer, **weights, **scales))
+        return made
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=self.random, device=self.device) * scale).bfloat16()
@@ -162,7 +192,7 @@ class Batch:
     @property
     def bytes(self) -> float:
         """The bytes of a layer's weights that these tokens need."""
-        return bytes_of(self.experts)
+        return bytes_of(self.experts, 2 if self.model.dense == "bfloat16" else 1)
 
     def layer(self, index: int, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Runs one layer with the public operators, on the preceding layer's experts and residual stream. Returns the sum over the
@@ -172,6 +202,7 @@ class Batch:
         found = ops.rmsnorm_qkv_rope(
             x, of_layer.input_norm, of_layer.qkv.t(), self.positions, self.table, model.kv_heads, HEAD_DIM, eps=EPS,
             residual=residual, bias=of_layer.qkv_bias, k_cache=k_cache, v_cache=v_cache, slot_mapping=self.slots,
+            qkv_weight_scale=None if of_layer.qkv_scale is None else of_layer.qkv_scale.t(),
         )  # fmt: skip
         qkv, stream = (found, x) if residual is None else found
         q = qkv.view(self.tokens, -1, HEAD_DIM)[:, : model.heads]
@@ -179,7 +210,8 @@ class Batch:
             q, k_cache, v_cache, self.pages, self.lengths, self.context, softmax_scale=HEAD_DIM**-0.5,
             window_left=of_layer.window_left, sinks=of_layer.sinks,
         )  # fmt: skip
-        projected = ops.mm(attended.flatten(1), of_layer.projection.t(), bias=of_layer.projection_bias)
+        scale = None if of_layer.projection_scale is None else of_layer.projection_scale.t()
+        projected = ops.mm(attended.flatten(1), of_layer.projection.t(), b_scale=scale, bias=of_layer.projection_bias)
         normed, weights, ids, total = ops.rmsnorm_moe_topk(
             projected, of_layer.norm, of_layer.router.t(), model.plan.top_k, eps=EPS, residual=stream,
             router_bias=of_layer.router_bias,
@@ -204,7 +236,7 @@ class Batch:
 
     def launches(self, choice: Choice) -> list[PersistentLayers]:
         """Returns the launch objects of a variant. A call launches them one after the other."""
-        config = choice.config_for(self.tokens)
+        config = choice.config_for(self.tokens, self.model.dense)
         ranges = [slice(None)] if choice.together else [slice(index, index + 1) for index in range(self.layers)]
         return [
             PersistentLayers(
@@ -251,7 +283,9 @@ def rows(batch: Batch, wanted: Sequence[str], rounds: int) -> Iterator[dict[str,
     for name in (TODAY, *wanted):
         choice = {**CHOICES, **TRACE}.get(name)
         row: dict[str, Any] = {"tokens": batch.tokens, "variant": name, "experts": batch.experts, "bytes": batch.bytes}
-        row["predicted_us"] = sum((TODAY_STEPS if choice is None else STEPS).values()) if batch.tokens == 1 else None
+        row["dense"] = batch.model.dense
+        modelled = batch.tokens == 1 and batch.model.dense == "bfloat16"
+        row["predicted_us"] = sum((TODAY_STEPS if choice is None else STEPS).values()) if modelled else None
         row["context"] = batch.context
         try:
             launched = [] if choice is None else batch.launches(choice)
@@ -280,13 +314,18 @@ def line(row: Mapping[str, Any]) -> str:
     predicted = "" if row["predicted_us"] is None else f"{row['predicted_us']:.1f}"
     found = "-" if row["us"] is None else f"{row['us']:.2f}"
     rate = "" if row["us"] is None else f"{row['bytes'] / row['us'] / 1e3:.0f}"
-    return f"{row['tokens']:>6}  {row['variant']:20} {found:>8} {rate:>6} {predicted:>10}  {row['note']}"
+    return f"{row['tokens']:>6}  {row['dense']:13} {row['variant']:20} {found:>8} {rate:>6} {predicted:>10}  {row['note']}"
 
 
-def compile_all(tokens: Sequence[int], choices: Mapping[int, Mapping[str, Choice]], jobs: int) -> None:
+def compile_all(
+    tokens: Sequence[int], formats: Sequence[Dense], choices: Mapping[int, Mapping[str, Choice]], jobs: int
+) -> None:
     """Compiles all programs in several processes, because each takes seconds."""
-    configs = {(persistent_program, choice.config_for(each)) for each in tokens for choice in choices[each].values()}
-    configs |= {(mm_program, mm_config_of("bfloat16", "dense", "none", "bfloat16", each)) for each in tokens}
+    pairs = [(each, dense) for each in tokens for dense in formats]
+    configs = {(persistent_program, choice.config_for(*pair)) for pair in pairs for choice in choices[pair[0]].values()}
+    for each, dense in pairs:
+        scaled = ("float8_e4m3fn", "row") if dense == "float8_e4m3fn" else ("dense", "none")
+        configs.add((mm_program, mm_config_of("bfloat16", *scaled, "bfloat16", each)))
     configs |= {(stream_program, stream_config_of("bfloat16", 2880, each * 4 / 128)) for each in tokens}
     try:
         for warmed in warmup.warm_up([*configs], jobs):
@@ -308,6 +347,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="layers of a call")
     parser.add_argument("--context", type=int, default=CONTEXT, help="keys of each sequence")
     parser.add_argument("--variants", default=",".join(CHOICES), help="a list of: " + "; ".join(CHOICES))
+    parser.add_argument("--dense", default=DENSE[0], help="formats of dense weights: " + ", ".join(DENSE))
+    parser.add_argument("--in-flight", nargs="*", default=[], help="more variants: stages of qkv, projection, w13 and w2")
     parser.add_argument("--rounds", type=int, default=30, help="how often a graph runs")
     parser.add_argument("--trace", action="store_true", help="also print the steps of a layer")
     parser.add_argument("--seconds", type=float, default=115.0, help="after this time the process ends")
@@ -316,27 +357,33 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write a JSON file")
     given = parser.parse_args()
     tokens = [int(each) for each in given.tokens.split(",")]
-    wanted = [name for name in CHOICES if name in given.variants.split(",") or given.variants == ",".join(CHOICES)]
+    formats = [dense for dense in DENSE if dense in given.dense.split(",")]
+    for stages in given.in_flight:
+        CHOICES[f"in flight {stages}"] = Choice({"in_flight": tuple(map(int, stages.split(",")))}, every=True)
+    named = (*given.variants.split(","), *(f"in flight {stages}" for stages in given.in_flight))
+    wanted = [name for name in CHOICES if name in named]
     faulthandler.dump_traceback_later(given.seconds, exit=True)
     begun = time.monotonic()
     choices = {each: choices_for(each, wanted, given.trace) for each in tokens}
-    compile_all(tokens, choices, given.jobs)
+    compile_all(tokens, formats, choices, given.jobs)
     print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
     if given.compile:
         return
     model = Model(given.layers, torch.device("cuda"))
+    models = [model if dense == model.dense else model.quantised() for dense in formats]
     print(f"{given.layers} layers of weights after {time.monotonic() - begun:.0f} s", flush=True)
-    print(f"{'tokens':>6}  {'variant':20} {'us/layer':>8} {'GB/s':>6} {'predicted':>10}", flush=True)
+    print(f"{'tokens':>6}  {'dense':13} {'variant':20} {'us/layer':>8} {'GB/s':>6} {'predicted':>10}", flush=True)
     found = []
-    for each in tokens:
-        for row in rows(Batch(model, each, given.context), [*choices[each]], given.rounds):
+    for each, of_model in itertools.product(tokens, models):
+        for row in rows(Batch(of_model, each, given.context), [*choices[each]], given.rounds):
             print(line(row), flush=True)
             found.append(row)
             if given.output:
                 write_result(given.output, "cuda", layers=given.layers, rows=found)
     if given.trace:
         small = Model(2, model.device, SMALL)
-        for of_model, name in ((model, "cold weights"), (small, "two small layers, warm")):
+        cold = [(of_model, f"cold weights, {of_model.dense}") for of_model in models]
+        for of_model, name in (*cold, (small, "two small layers, warm")):
             for each in tokens:
                 for variant in TRACE:
                     for said in trace(Batch(of_model, each, given.context), variant, name, given.rounds):

@@ -35,8 +35,7 @@ us in the time of their loads. Readers of the layer's output first wait for the 
 from __future__ import annotations
 
 READ_TB_PER_S = 4.35  # measured: read bandwidth of the device, `mm_shapes`
-QKV_BYTES = 5120 * 2880 * 2
-PROJECTION_BYTES = 2880 * 4096 * 2
+DENSE_ELEMENTS = 5120 * 2880 + 2880 * 4096  # of qkv and of the projection
 ROUTER_BYTES = 128 * 2880 * 2
 EXPERT_BYTES = (90 + 45) * (512 + 45 * 2176)  # bytes of one expert, in the layout of `mxfp4.layout`
 # Microseconds of each step of a layer with one token.
@@ -60,9 +59,9 @@ STEPS = {
 TODAY = {"qkv": 9.9, "attention": 5.1, "projection": 7.7, "norm, router and top-k": 4.1, "experts": 22.8}
 
 
-def bytes_of(experts: float) -> float:
-    """Returns the bytes of a layer's weights, with this many experts."""
-    return QKV_BYTES + PROJECTION_BYTES + ROUTER_BYTES + experts * EXPERT_BYTES
+def bytes_of(experts: float, dense_bytes: int = 2) -> float:
+    """Returns the bytes of a layer's weights, with this many experts, and ``dense_bytes`` bytes for an element of qkv."""
+    return DENSE_ELEMENTS * dense_bytes + ROUTER_BYTES + experts * EXPERT_BYTES
 
 
 def time_of(size: float) -> float:

@@ -37,8 +37,12 @@ def test_rows(persistent: Any) -> None:
         persistent.CHOICES["broken"] = persistent.Choice({"slab": -1})
         found = {row["variant"]: row for row in persistent.rows(batch, ["persistent", "one layer a launch", "broken"], 1)}
         lines = [*persistent.trace(batch, "with a trace", "small", 2)]
+        scaled = persistent.Batch(model.quantised(), 1, 150)
+        (*_, fp8) = persistent.rows(scaled, ["persistent"], 1)
     assert [row["us"] for row in found.values()] == [12.5, 12.5, 12.5, None]
     assert "error" in found["persistent"]["note"]
+    assert (fp8["dense"], fp8["us"]) == ("float8_e4m3fn", 12.5)
+    assert fp8["bytes"] < found["persistent"]["bytes"]
     assert "Error" in found["broken"]["note"]
     assert all(persistent.line(row) for row in found.values())
     events = importlib.import_module("tokenspeed_kernel_nvidia.sm90.layers.config").EVENTS

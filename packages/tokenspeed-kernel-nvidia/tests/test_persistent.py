@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.layers.config import (
     CHAIN,
@@ -26,6 +27,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     ROUTER_BYTES,
     TILE,
     Config,
+    Dense,
     config_of,
     every_config,
 )
@@ -35,6 +37,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, GROUPS, SHA
 from .experts import GPT_OSS, RandomLayer
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
+
+
+def values_of(layer: DecoderLayer, name: str) -> Tensor:
+    """Returns a weight of qkv or of the projection in float64."""
+    weight, scale = getattr(layer, name), getattr(layer, f"{name}_scale")
+    return weight.double() if scale is None else weight.double() * scale.double()
 
 
 class Model:
@@ -54,8 +62,10 @@ class Model:
         page_size: int = 16,
         device: torch.device = CPU,
         seed: int = 0,
+        dense: str = "bfloat16",
     ) -> None:
-        """``keys``: the largest number of keys of a sequence. Layers alternate between a window and all keys."""
+        """``keys``: the largest number of keys of a sequence; ``dense``: the format of the weights of qkv and of the projection.
+        Layers alternate between a window and all keys."""
         self.random = torch.Generator(device).manual_seed(tokens + layers + hidden + seed)
         self.experts = [RandomLayer(device, experts, top_k, hidden, intermediate, **GPT_OSS) for _ in range(layers)]
         for index, layer in enumerate(self.experts):
@@ -66,11 +76,11 @@ class Model:
         self.weights = [
             DecoderLayer(
                 input_norm=1 + self.normal(hidden) / 8,
-                qkv=2 * self.normal(rows, hidden) / hidden**0.5,
+                **self.projection("qkv", dense, rows, hidden, 2.0),
                 qkv_bias=self.normal(rows) / 4,
                 sinks=self.normal(self.heads).float(),
                 window_left=-1 if index % 2 else max(keys // 3, 1) - 1,
-                projection=self.normal(hidden, width) / width**0.5,
+                **self.projection("projection", dense, hidden, width),
                 projection_bias=self.normal(hidden),
                 norm=self.normal(hidden),
                 router=2 * self.normal(experts, hidden) / hidden**0.5,
@@ -104,6 +114,14 @@ class Model:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.random, device=self.random.device).to(BF16)
 
+    def projection(self, name: str, dense: str, rows: int, k: int, scale: float = 1.0) -> dict[str, Tensor]:
+        """Returns a weight and, if it is fp8, its scales, which differ from row to row."""
+        weight = scale * self.normal(rows, k) / k**0.5
+        if dense == "bfloat16":
+            return {name: weight}
+        codes, scales = quantize_fp8(weight * (1 + torch.arange(rows, device=weight.device)[:, None] % 5))
+        return {name: codes, f"{name}_scale": scales / 2}
+
     def run(self, ctas: int | None = None, launches: int = 1, **options: Any) -> tuple[Tensor, PersistentLayers]:
         """Launches the layers some times. Returns the outputs of all layers, and the launch object."""
         tokens, hidden = self.x.shape
@@ -118,7 +136,7 @@ class Model:
         weights, (k_cache, v_cache) = self.weights[index], self.caches[index]
         scale = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         normed = (x.double() * scale * weights.input_norm.double()).to(BF16)
-        qkv = (normed.double() @ weights.qkv.double().t() + weights.qkv_bias.double()).to(BF16).double()
+        qkv = (normed.double() @ values_of(weights, "qkv").t() + weights.qkv_bias.double()).to(BF16).double()
         heads = qkv.view(self.tokens, -1, HEAD_DIM)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
         cos, sin = self.table.double()[(self.lengths - 1).long()][:, None].chunk(2, -1)
@@ -152,7 +170,7 @@ class Model:
     def projected(self, index: int, x: Tensor) -> Tensor:
         """Computes the output projection of a layer in float64."""
         weights, attended = self.weights[index], self.attended(index, x).double()
-        return attended @ weights.projection.double().t() + weights.projection_bias.double()
+        return attended @ values_of(weights, "projection").t() + weights.projection_bias.double()
 
 
 def check(ranks: list[Model], out: Tensor) -> None:
@@ -210,24 +228,31 @@ def hopper() -> Any:
 
 # All cases have a seed. Without a seed, the emulator runs CTAs in order, and polls take millions of instructions.
 @pytest.mark.parametrize(
-    ("sizes", "ctas", "tiles"),
+    ("sizes", "ctas", "tiles", "dense"),
     [
-        ((1, 2, 64, 96, 8, 2, 1, 2, 300), 5, 8),
-        ((3, 2, 96, 64, 8, 4, 1, 3, 400), 7, 8),
-        ((1, 2, 320, 320, 8, 2, 1, 2, 40), 7, 6),  # panels of two slabs, some of which are split
-        pytest.param((1, 1, 1536, 128, 4, 2, 1, 2, 20), 5, 40, marks=pytest.mark.slow),  # parts of several slabs for each warpgroup
-        pytest.param((2, 2, 192, 64, 16, 4, 2, 8, 100), 33, 5, marks=pytest.mark.slow),
+        ((1, 2, 64, 96, 8, 2, 1, 2, 300), 5, 8, "bfloat16"),
+        ((3, 2, 96, 64, 8, 4, 1, 3, 400), 7, 8, "bfloat16"),
+        ((1, 2, 320, 320, 8, 2, 1, 2, 40), 7, 6, "bfloat16"),  # panels of two slabs, some of which are split
+        # parts of several slabs for each warpgroup
+        pytest.param((1, 1, 1536, 128, 4, 2, 1, 2, 20), 5, 40, "bfloat16", marks=pytest.mark.slow),
+        pytest.param((2, 2, 192, 64, 16, 4, 2, 8, 100), 33, 5, "bfloat16", marks=pytest.mark.slow),
+        ((1, 2, 64, 96, 8, 2, 1, 2, 40), 5, 8, "float8_e4m3fn"),
+        ((3, 2, 128, 64, 8, 4, 1, 3, 100), 7, 8, "float8_e4m3fn"),
+        # warps with three and with four chunks of a part, as in rows of 2880; one more chunk; parts of several slabs
+        ((1, 1, 960, 64, 4, 2, 1, 4, 20), 21, 6, "float8_e4m3fn"),
+        pytest.param((1, 1, 1152, 128, 4, 2, 1, 2, 20), 9, 16, "float8_e4m3fn", marks=pytest.mark.slow),
+        pytest.param((1, 1, 2880, 64, 4, 2, 1, 2, 20), 73, 5, "float8_e4m3fn", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, tiles: int) -> None:
+def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, tiles: int, dense: Dense) -> None:
     """Runs warps and copies at random times, then copies as late as permitted. All results must be bitwise equal, also those of a
     second launch."""
-    model = Model(*sizes)
+    model = Model(*sizes, dense=dense)
     found = []
     for options, counted in (({"seed": 1}, EXCHANGES), ({"seed": 2}, ()), ({"seed": 3, "copies": "late"}, EXCHANGES)):
         with hopper(**options):
-            out, launched = model.run(ctas, launches=2, config=config_of(sizes[0], tiles=tiles, counted=counted))
+            out, launched = model.run(ctas, launches=2, config=config_of(sizes[0], tiles=tiles, counted=counted, dense=dense))
             assert not launched.failed
             assert launched.counters_are_zero
         found.append(out)

@@ -26,13 +26,13 @@ _LEFT_OUT = {"k_scale": None, "v_scale": None, "mrope_section": None, "mrope_int
 
 
 # A weight in nvfp4 also has a global scale, which this operator lacks.
-_WEIGHT_FORMATS = tuple(name for name in FORMAT_NAMES if name != "nvfp4")
+WEIGHT_FORMATS = tuple(name for name in FORMAT_NAMES if name != "nvfp4")
 
 
 @operator(
     "attention",
     "rmsnorm_qkv_rope",
-    formats={"x": ("dense",), "qkv_weight": _WEIGHT_FORMATS, "k_cache": ("dense",)},
+    formats={"x": ("dense",), "qkv_weight": WEIGHT_FORMATS, "k_cache": ("dense",)},
     traits={
         "tokens": int,
         "hidden": int,
@@ -219,8 +219,8 @@ def _check_weight(check: Checker, x: Tensor, qkv_weight: Tensor, scale: Tensor |
     check.require(scale is not None, "qkv_weight_scale", f"given with a qkv_weight of {dtype_name(qkv_weight.dtype)}", scale)
     # `mm` calls the operands a and b, as its errors do.
     weight = recognise(Checker("rmsnorm_qkv_rope, qkv_weight as b"), x, qkv_weight, None, scale).format_for("b")
-    wanted = f"in one of the formats {', '.join(_WEIGHT_FORMATS)}"
-    check.require(weight.format in _WEIGHT_FORMATS, "qkv_weight", wanted, weight.format)
+    wanted = f"in one of the formats {', '.join(WEIGHT_FORMATS)}"
+    check.require(weight.format in WEIGHT_FORMATS, "qkv_weight", wanted, weight.format)
 
 
 @rmsnorm_qkv_rope.check_values(host=("positions", "slot_mapping"))

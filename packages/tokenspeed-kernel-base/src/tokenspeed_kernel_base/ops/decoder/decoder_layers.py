@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
-from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.checks import FP8, HALVES, Checker
 from tokenspeed_kernel_base.explanation import bucket
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._cost import visible_pairs
 from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
 from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
-from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
+from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import WEIGHT_FORMATS, rmsnorm_qkv_rope
 from tokenspeed_kernel_base.ops.comm.all_reduce import all_reduce
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.decoder.weights import DENSE, EXPERTS, DecoderLayer, DecoderWeights
+from tokenspeed_kernel_base.ops.gemm import _inputs as operands
 from tokenspeed_kernel_base.ops.gemm.mm import mm
+from tokenspeed_kernel_base.ops.gemm.operands import recognise
 from tokenspeed_kernel_base.ops.kvcache.slots import check_slots
 from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs as expert_inputs
 from tokenspeed_kernel_base.ops.moe.moe_apply import drawn_as, moe_apply
@@ -34,12 +36,14 @@ from tokenspeed_kernel_base.variation import Variation, Want
 # The rounded intermediates of a layer: the normalised input, qkv, attention's output, its projection, the residual, the normalised
 # residual, the logits, and the sum over the experts.
 _ROUNDED = 8
+# The formats of drawn weights of qkv and of the projection, by the number that stands for them in captures.
+_DRAWN = ("dense", "fp8", "mxfp4")
 
 
 @operator(
     "decoder",
     "decoder_layers",
-    formats={"k_cache": ("dense",), **OPERAND_FORMATS},
+    formats={"k_cache": ("dense",), **dict.fromkeys(("qkv", "projection"), WEIGHT_FORMATS), **OPERAND_FORMATS},
     traits={
         "tokens": int,
         "layers": int,
@@ -156,6 +160,7 @@ def decoder_layers(
             k_cache=k_cache[index],
             v_cache=v_cache[index],
             slot_mapping=slot_mapping,
+            qkv_weight_scale=_transposed(layer.qkv_scale),
         )
         qkv, residual = (found, hidden) if residual is None else found
         q = qkv.unflatten(1, (-1, head_dim))[:, : -2 * kv_heads]
@@ -169,7 +174,8 @@ def decoder_layers(
             window_left=layer.window_left,
             sinks=layer.sinks,
         )
-        projected = mm(attended.flatten(1), layer.projection.t(), bias=layer.projection_bias)
+        scale = _transposed(layer.projection_scale)
+        projected = mm(attended.flatten(1), layer.projection.t(), b_scale=scale, bias=layer.projection_bias)
         if weights.group is not None:
             projected = all_reduce(projected, weights.group, projected)
         routed_to: Any = rmsnorm_moe_topk(
@@ -182,9 +188,31 @@ def decoder_layers(
     return torch.add(hidden, residual, out=out)  # type: ignore[arg-type]
 
 
+def _transposed(scale: Tensor | None) -> Tensor | None:
+    """Returns the scale of a weight stored out-features first as `mm` takes it. A scale per tensor has one axis."""
+    return scale if scale is None or scale.ndim < 2 else scale.mT
+
+
 @decoder_layers.formats
-def _(k_cache: Tensor, plan: MoEPlan) -> FormatSignature:
-    return FormatSignature((*signature_of(plan).roles, ("k_cache", dense_tensor_format(k_cache.dtype))))
+def _(x: Tensor, weights: DecoderWeights, k_cache: Tensor, plan: MoEPlan) -> FormatSignature:
+    first = weights.layers[0]
+    dense = {name: _weight_format(x, first, name) for name in ("qkv", "projection")}
+    return FormatSignature((*signature_of(plan).roles, *dense.items(), ("k_cache", dense_tensor_format(k_cache.dtype))))
+
+
+def _weight_format(x: Tensor, layer: DecoderLayer, name: str) -> TensorFormat:
+    """Returns the format of a layer's weight of qkv or of the projection."""
+    weight, scale = getattr(layer, name), _transposed(getattr(layer, f"{name}_scale"))
+    check, label = Checker("decoder_layers"), f"weights.layers[0].{name}"
+    inputs = weight.shape[-1] * (2 if weight.dtype == torch.uint8 else 1)
+    with check.naming({"b": f"{label}, transposed,", "b_scale": f"{label}_scale, transposed,"}):
+        a = torch.empty(1, inputs, dtype=x.dtype, device="meta")
+        return recognise(check, a, weight.mT, None, scale).format_for("b")
+
+
+def _heads_of(layer: DecoderLayer, kv_heads: int, head_dim: int) -> int:
+    """Returns the number of query heads."""
+    return layer.qkv.shape[0] // head_dim - 2 * kv_heads
 
 
 @decoder_layers.intermediates
@@ -199,7 +227,7 @@ def _(x: Tensor, weights: DecoderWeights, k_cache: Tensor, cos_sin_cache: Tensor
         "tokens": bucket(x.shape[0]),
         "layers": len(weights.layers),
         "kv_heads": kv_heads,
-        "gqa_ratio": first.projection.shape[1] // (head_dim * kv_heads),
+        "gqa_ratio": _heads_of(first, kv_heads, head_dim) // kv_heads,
         "head_dim": head_dim,
         "rotary_dim": cos_sin_cache.shape[1],
         "page_size": k_cache.shape[2],
@@ -236,23 +264,38 @@ def _(
     check.tensor("cache_seqlens", cache_seqlens, "tokens", torch.int32)
     first, kv_heads, head_dim = weights.layers[0], check["kv_heads"], check["head_dim"]
     projected = {"x": x, "qkv_weight": first.qkv.mT, "norm_weight": first.input_norm, "bias": first.qkv_bias}
+    projected["qkv_weight_scale"] = _transposed(first.qkv_scale)
     cached = {"k_cache": k_cache[0], "v_cache": v_cache[0], "slot_mapping": slot_mapping}
     rope = {"positions": cache_seqlens, "cos_sin_cache": cos_sin_cache, "kv_heads": kv_heads, "head_dim": head_dim}
     names = {"qkv_weight": "weights.layers[0].qkv, transposed,", "norm_weight": "weights.layers[0].input_norm"}
+    names["qkv_weight_scale"] = "weights.layers[0].qkv_scale, transposed,"
     with check.naming({**names, "bias": "weights.layers[0].qkv_bias", "positions": "cache_seqlens"}):
         _check_part(check, rmsnorm_qkv_rope, {**projected, **cached, **rope, "eps": eps})
-    heads = first.qkv.shape[0] // head_dim - 2 * kv_heads
+    heads = _heads_of(first, kv_heads, head_dim)
     attention = {"page_table": page_table, "cache_seqlens": cache_seqlens, "sinks": first.sinks, "max_seqlen_k": 0}
     q = torch.empty(x.shape[0], heads, head_dim, dtype=x.dtype, device="meta")
     with check.naming({"sinks": "weights.layers[0].sinks", "q": "weights.layers[0].qkv"}):
         _check_part(check, mha_decode_with_kvcache, {"q": q, **cached, **attention})
     check.bind("width", heads * head_dim, "weights.layers[0].qkv")
-    check.tensor("weights.layers[0].projection", first.projection, "hidden width", x.dtype)
+    _check_projection(check, x, first)
     check.tensor("weights.layers[0].projection_bias", first.projection_bias, "hidden", x.dtype)
     for name in ("input_norm", "norm"):
         check.dtype(f"weights.layers[0].{name}", getattr(first, name), x.dtype)
     check.tensor("weights.layers[0].sinks", first.sinks, "heads", torch.float32)
     _check_experts(check, x, first, plan, eps)
+
+
+def _check_projection(check: Checker, x: Tensor, layer: DecoderLayer) -> None:
+    """Checks the weight of the projection, which has ``width`` input features, and its scale."""
+    weight, scale, name = layer.projection, layer.projection_scale, "weights.layers[0].projection"
+    if weight.dtype not in FP8 | {torch.uint8}:
+        check.tensor(name, weight, "hidden width", x.dtype)
+        check.require(scale is None, f"{name}_scale", "None with a projection of x's dtype", scale)
+        return
+    check.dtype("x", x, HALVES)
+    check.tensor(name, weight, f"hidden {check['width'] // 2}" if weight.dtype == torch.uint8 else "hidden width")
+    found = _weight_format(x, layer, "projection")
+    check.require(found.format in WEIGHT_FORMATS, name, f"in one of the formats {', '.join(WEIGHT_FORMATS)}", found.format)
 
 
 def _check_experts(check: Checker, x: Tensor, layer: DecoderLayer, plan: MoEPlan, eps: float) -> None:
@@ -352,6 +395,7 @@ def _drawn_layers(
     router_bias: bool,
     options: dict[str, Any],
     shared: bool = False,
+    weights: str = "dense",
 ) -> dict[str, Any]:
     """Draws the layers' weights, and returns them with the plan of their experts.
 
@@ -364,6 +408,7 @@ def _drawn_layers(
         bias: whether attention has biases.
         options: further fields of the plan.
         shared: whether all layers have the same experts, to save memory.
+        weights: the format of the weights of qkv and of the projection, one of `_DRAWN`; fp8 has a scale per output channel.
     """
     (experts, top_k, hidden, _), dtype = sizes, options["dtype"]
     width, columns = heads * head_dim, (heads + 2 * kv_heads) * head_dim
@@ -372,6 +417,15 @@ def _drawn_layers(
     def dense(*shape: int, scale: float = 1.0) -> Tensor:
         return draw.normal(*shape, dtype=dtype, scale=scale)
 
+    def projection(name: str, rows: int, inputs: int) -> dict[str, Tensor]:
+        if weights == "dense":
+            return {name: dense(rows, inputs, scale=inputs**-0.5)}
+        if weights == "mxfp4":
+            made = operands.micro(0, inputs, rows, a="dense", b="mxfp4")(draw)
+        else:
+            made = operands.fp8(0, inputs, rows, a_scale="", b_scale="channel", a_dtype=dtype)(draw)
+        return {name: made["b"].mT, f"{name}_scale": made["b_scale"].mT}
+
     drawn: dict[str, Any] = {}
     layers = []
     for window in windows:
@@ -379,8 +433,8 @@ def _drawn_layers(
         selected = draw.permutation(experts) < top_k
         layer = DecoderLayer(
             input_norm=1 + dense(hidden, scale=0.1),
-            qkv=dense(columns, hidden, scale=hidden**-0.5),
-            projection=dense(hidden, width, scale=width**-0.5),
+            **projection("qkv", columns, hidden),
+            **projection("projection", hidden, width),
             norm=1 + dense(hidden, scale=0.1),
             router=dense(experts, hidden, scale=hidden**-0.5),
             experts=drawn["weights"],
@@ -426,6 +480,7 @@ def _inputs(
     sinks: bool = True,
     bias: bool = True,
     ranks: bool = False,
+    weights: str = "dense",
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
     """Draws layers and a decode step of one token for each sequence.
@@ -434,6 +489,7 @@ def _inputs(
         windows: the ``window_left`` of each layer.
         bias: whether attention has biases.
         ranks: whether the ranks of the default group share the layers. All other sizes are those of one rank.
+        weights: see `_drawn_layers`.
         options: further fields of the plan.
     """
     tokens = len(kv_lens)
@@ -443,10 +499,11 @@ def _inputs(
         sizes = experts, top_k, hidden, intermediate
         drawn = _shared(
             lambda: _drawn_layers(
-                draw, windows, kv_heads * gqa_ratio, kv_heads, head_dim, sizes, sinks, bias, True, {"dtype": dtype, **options}
+                draw, windows, kv_heads * gqa_ratio, kv_heads, head_dim, sizes, sinks, bias, True, {"dtype": dtype, **options},
+                weights=weights,
             ),
             ranks,
-        )
+        )  # fmt: skip
         rotated = head_dim if rotary_dim is None else rotary_dim
         angles = draw.uniform(max(kv_lens, default=0) + 1, rotated // 2, high=6.0)
         return {
@@ -462,7 +519,7 @@ def _inputs(
 
 @decoder_layers.cases
 def _() -> list[Case]:
-    small = (96, 1, 3, 64, 8, 4, 64)
+    small, wider = (96, 1, 3, 64, 8, 4, 64), (128, 1, 3, 64, 8, 4, 64)
     full, half_of_full = (2880, 8, 8, 64, 128, 4, 2880), (2880, 4, 8, 64, 128, 4, 1440)
     half = torch.float16
     experts: dict[str, Any] = {"weight_format": "mxfp4", "w13_interleaved": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
@@ -473,6 +530,9 @@ def _() -> list[Case]:
         Case("gpt-oss layers, narrow, 3 tokens", _inputs([33, 1, 150], [15, -1], *small, **experts)),
         Case("gpt-oss layers, narrow, 8 tokens", _inputs([5, 17, 1, 40, 2, 16, 33, 64], [-1, 7], *small, **experts)),
         Case("one layer, narrow, pages of 64", _inputs([70], [-1], 64, 1, 2, 64, 8, 2, 96, page_size=64, **experts)),
+        Case("gpt-oss layers, narrow, fp8 dense weights, one token", _inputs([40], [9, -1], *wider, weights="fp8", **experts)),
+        Case("gpt-oss layers, narrow, fp8 dense weights, 3 tokens", _inputs([33, 1, 90], [-1, 15], *wider, weights="fp8", **experts)),
+        Case("gpt-oss layers, narrow, mxfp4 dense weights", _inputs([21, 4], [9, -1], *small, weights="mxfp4", **experts)),
         Case("no bias of attention, float16", _inputs([9, 20], [-1, 5], 64, 2, 2, 32, 4, 2, 32, half, 8, bias=False)),
         Case("partial rotation, pages of 5", _inputs([11, 4, 2], [2, -1], 48, 2, 1, 16, 4, 1, 32, page_size=5, rotary_dim=8)),
         Case("no tokens", _inputs([], [-1, 4], 32, 2, 2, 8, 4, 2, 24, torch.float32, 4)),
@@ -483,6 +543,14 @@ def _() -> list[Case]:
                 large=True,
             )
             for n in (1, 2, 4, 8)
+        ),
+        *(
+            Case(
+                f"gpt-oss-120b, 4 layers, fp8 dense weights, decode {n} x 1024",
+                _inputs([1024] * n, [127, -1] * 2, *full, page_size=64, weights="fp8", **experts),
+                large=True,
+            )
+            for n in (1, 2, 4)
         ),
         Case("gpt-oss layers, narrow, 2 tokens, 2 ranks", _inputs([40, 9], [9, -1], *small, ranks=True, **experts), world_size=2),
         *(
@@ -502,11 +570,17 @@ def _(weights: DecoderWeights, k_cache: Tensor, cache_seqlens: Tensor) -> dict[s
     # A capture has no description of the weights. So it gets here what the other arguments do not determine.
     first, head_dim = weights.layers[0], k_cache.shape[4]
     given = [first.sinks is not None, first.qkv_bias is not None, first.router_bias is not None]
-    heads = first.projection.shape[1] // head_dim
+    heads = _heads_of(first, k_cache.shape[3], head_dim)
     return {
         "kv_lens": cache_seqlens.tolist(), "windows": list(weights.windows), "heads": [heads], "given": list(map(int, given)),
         "ranks": [int(weights.group is not None)],
+        "weights": [_drawn_format(first.qkv)],
     }  # fmt: skip
+
+
+def _drawn_format(weight: Tensor) -> int:
+    """Returns the index in `_DRAWN` of the format that stands for a weight's format in a captured call."""
+    return _DRAWN.index("mxfp4" if weight.dtype == torch.uint8 else "fp8" if weight.dtype in FP8 else "dense")
 
 
 @decoder_layers.vary
@@ -520,14 +594,15 @@ def _(
         paging, held = _paging(variation.draw, variation.values("kv_lens", batch, width * page_size), page_size, width)
         windows, (heads,) = variation.values("windows", layers, -1), variation.values("heads", 1, kv_heads)
         sinks, bias, router_bias = map(bool, variation.values("given", 3, 1))
-        ranks = bool(*variation.values("ranks", 1, 0))
+        ranks, (format,) = bool(*variation.values("ranks", 1, 0)), variation.values("weights", 1, 0)
         sizes, options = drawn_as(plan)
         drawn = _shared(
             lambda: _drawn_layers(
-                variation.draw, windows, heads, kv_heads, head_dim, sizes, sinks, bias, router_bias, options, shared=True
+                variation.draw, windows, heads, kv_heads, head_dim, sizes, sinks, bias, router_bias, options, shared=True,
+                weights=_DRAWN[format],
             ),
             ranks,
-        )
+        )  # fmt: skip
         paging["slot_mapping"] = paging["slot_mapping"].to(slot_mapping.dtype)
         return {**drawn, **paging, **_caches(variation.draw, held, layers, kv_heads, head_dim, k_cache.dtype)}
     if variation.want is Want.UNUSED or not cache_seqlens.numel():
@@ -542,11 +617,12 @@ def _(x: Tensor, weights: DecoderWeights, k_cache: Tensor, cache_seqlens: Tensor
     tokens, count = x.shape[0], len(weights.layers)
     first, (kv_heads, head_dim) = weights.layers[0], k_cache.shape[3:]
     dense = [getattr(first, name) for name in DENSE]
-    matrices = first.qkv.numel() + first.projection.numel() + first.router.numel()
+    width, hidden = _heads_of(first, kv_heads, head_dim) * head_dim, x.shape[1]
+    matrices = (first.qkv.shape[0] + width + first.router.shape[0]) * hidden
     hit = 1 - (1 - plan.top_k / plan.num_experts) ** tokens
     experts = nbytes(*(getattr(first.experts, name, None) for name in EXPERTS)) * hit
     lengths = cache_seqlens.tolist()
     seen = sum(visible_pairs(1, length, True, window) for window in weights.windows for length in lengths)
     flops = count * tokens * (2.0 * matrices + 6.0 * plan.top_k * plan.hidden_size * plan.intermediate_size)
     cached = (seen + count * tokens) * 2 * kv_heads * head_dim * k_cache.element_size()
-    return Cost(flops + 4.0 * seen * first.projection.shape[1], count * (nbytes(*dense) + experts) + cached + 2 * nbytes(x))
+    return Cost(flops + 4.0 * seen * width, count * (nbytes(*dense) + experts) + cached + 2 * nbytes(x))

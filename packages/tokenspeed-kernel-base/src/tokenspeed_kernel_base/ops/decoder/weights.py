@@ -25,8 +25,10 @@ class DecoderLayer:
 
     Attributes:
         input_norm: dtype ``[H]``, the norm before attention.
-        qkv: dtype ``[(heads + 2 * kv_heads) * D, H]``: the query heads, then the key heads, then the value heads.
-        projection: dtype ``[H, heads * D]``, the projection of attention's output.
+        qkv: dtype ``[(heads + 2 * kv_heads) * D, H]``: the query heads, then the key heads, then the value heads. If dtype is float16
+            or bfloat16, qkv may also be quantised to fp8, mxfp8 or mxfp4, as the weight of `rmsnorm_qkv_rope`; mxfp4 packs two
+            elements in a byte.
+        projection: dtype ``[H, heads * D]``, the projection of attention's output. It may be quantised like qkv.
         norm: dtype ``[H]``, the norm before the router and the experts.
         router: dtype ``[experts, H]``.
         experts: `MoEWeights`, or any object with its attributes: the result of `moe_apply.prepare`. Layers share this memory with
@@ -35,6 +37,8 @@ class DecoderLayer:
         qkv_bias, projection_bias: dtype ``[(heads + 2 * kv_heads) * D]`` and ``[H]``; both or none.
         sinks: float32 ``[heads]``, one extra logit for each query head, as in `mha_decode_with_kvcache`; or None.
         router_bias: dtype ``[experts]``, or None.
+        qkv_scale, projection_scale: the scale of a quantised qkv, and of a quantised projection, as `LinearWeights.weight_scale`:
+            for example float32 ``[rows, 1]`` for fp8 with a scale per output channel. None for a weight of dtype.
     """
 
     input_norm: Tensor
@@ -48,6 +52,8 @@ class DecoderLayer:
     projection_bias: Tensor | None = None
     sinks: Tensor | None = None
     router_bias: Tensor | None = None
+    qkv_scale: Tensor | None = None
+    projection_scale: Tensor | None = None
 
 
 # The tensors of a layer, and of its experts.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_HEAD_BYTES, PANEL_STRIPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, GROUPS, MMA_WARPS, SHARED_BYTES, STAGES
@@ -26,6 +27,8 @@ TILE = 8  # rows of dense weights in a ring stage: the MMA's n
 TILES = 5  # maximum number of tiles per CTA: 5120 rows of qkv on 132 SMs are 39 rows per CTA, five tiles of 8
 PART_BYTES = 1152  # maximum bytes of a row of dense weights in a ring stage, see `layout`: eight rows fill a stage
 CHUNK_BYTES = 64  # bytes of a row that a quad of lanes loads at once
+Dense = Literal["bfloat16", "float8_e4m3fn"]
+DENSE: tuple[Dense, ...] = ("bfloat16", "float8_e4m3fn")  # formats of dense weights; float8_e4m3fn has a float32 scale for each row
 # The row pitch of activations is an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
 WIDTH_PITCH = 2 * WIDTH + 64
 ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 features takes 5760
@@ -87,6 +90,7 @@ class Config(StreamConfig):
         begun_in_flight: the same for dense weights that do not fit into the ring buffer, which are loaded while MMA warps compute.
         trace: whether the kernel stores the times of `EVENTS`.
         tiles_of_cta: the maximum number of tiles of dense weights per CTA.
+        dense: the format of the weights of qkv and of the projection, one of `DENSE`.
         ranks: the number of GPUs that share each layer. Each has some of the heads, and a slice of every expert.
     """
 
@@ -98,7 +102,13 @@ class Config(StreamConfig):
     begun_in_flight: int = STAGES
     trace: bool = False
     tiles_of_cta: int = TILES
+    dense: Dense = "bfloat16"
     ranks: int = 1
+
+    @property
+    def dense_bytes(self) -> int:
+        """The bytes of an element of dense weights."""
+        return 2 if self.dense == "bfloat16" else 1
 
     @property
     def normed_pitch(self) -> int:
@@ -158,6 +168,7 @@ def config_of(
     begun_in_flight: int = 9,
     trace: bool = False,
     tiles: int = TILES,
+    dense: Dense = "bfloat16",
     ranks: int = 1,
 ) -> Config:
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
@@ -171,24 +182,24 @@ def config_of(
         in_flight = (4, 4, 7, 2) if room == 1 else (4, 3, 9, 4)
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
-        in_flight=in_flight, begun_in_flight=begun_in_flight, trace=trace, tiles_of_cta=tiles,
-        ranks=ranks,
+        in_flight=in_flight, begun_in_flight=begun_in_flight, trace=trace, tiles_of_cta=tiles, dense=dense, ranks=ranks,
     )  # fmt: skip
 
 
-def served_config(tokens: int, ranks: int = 1) -> Config:
-    """Returns the configuration that the operator `decoder_layers` uses for a number of tokens and of ranks.
+def served_config(tokens: int, dense: Dense = "bfloat16", ranks: int = 1) -> Config:
+    """Returns the configuration that the operator `decoder_layers` uses for numbers of tokens and ranks and a format of dense
+    weights.
 
     The launch is cooperative, so that it cannot deadlock with another launch of this kernel on another stream.
     """
-    return config_of(tokens, cooperative=True, ranks=ranks)
+    return config_of(tokens, cooperative=True, dense=dense, ranks=ranks)
 
 
 def every_config() -> list[Config]:
     """Returns the configurations that the operator `decoder_layers` uses."""
-    return [served_config(tokens, ranks) for ranks in RANKS for tokens in TOKENS]
+    return [served_config(tokens, dense, ranks) for ranks in RANKS for dense in DENSE for tokens in TOKENS]
 
 
 def usual_configs() -> list[Config]:
     """Returns the configurations that calls use without naming a kernel."""
-    return [served_config(tokens) for tokens in TOKENS if tokens <= PREFERRED]
+    return [config for config in every_config() if config.tokens <= PREFERRED]

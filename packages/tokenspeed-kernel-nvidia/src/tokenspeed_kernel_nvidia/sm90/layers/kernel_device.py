@@ -229,7 +229,8 @@ class Persistent(Route):
                 qkv_rows = given.attention.qkv_rows
                 call.kept[QKV_FIRST_ROW] = cta * qkv_rows // ctas
                 call.kept[QKV_ROW_COUNT] = (cta + 1) * qkv_rows // ctas - cta * qkv_rows // ctas
-                call.kept[QKV_PART], call.kept[PART] = part_bytes_of(hidden * 2), part_bytes_of(given.width * 2)
+                each = self.config.dense_bytes
+                call.kept[QKV_PART], call.kept[PART] = part_bytes_of(hidden * each), part_bytes_of(given.width * each)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp == LOAD_WARP:
@@ -293,8 +294,9 @@ class Persistent(Route):
             of_layer = call_of_layer(call, index, Int32(0))
             self.load_router(of_layer)
             qkv_rows, hidden = of_layer.qkv_row_count, of_layer.layer.hidden
-            at = self.load_tiles(of_layer, at, QKV_WEIGHT, of_layer.qkv_first_row, qkv_rows, hidden * 2)
-            at = self.load_tiles(of_layer, at, PROJECTION, of_layer.first_row, of_layer.row_count, given.width * 2)
+            each = self.config.dense_bytes
+            at = self.load_tiles(of_layer, at, QKV_WEIGHT, of_layer.qkv_first_row, qkv_rows, hidden * each)
+            at = self.load_tiles(of_layer, at, PROJECTION, of_layer.first_row, of_layer.row_count, given.width * each)
             at = self.load_experts(of_layer, at)
             at = self.tell(of_layer, at, item_code(COMBINE))
             at = self.tell(of_layer, at, item_code(END))

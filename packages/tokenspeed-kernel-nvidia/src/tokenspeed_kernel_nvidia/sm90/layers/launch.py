@@ -5,9 +5,9 @@ attention, adds the output projection to the layer's input, normalises, routes, 
 Weights of all these steps pass through one ring buffer per SM, so the producer need not stop between steps.
 
 The kernel reads the experts in the layout of `mxfp4.layout`, which `moe_apply` reads too. It has its own copies of the weights of
-qkv and of the projection, in the layout of `layout`: 1.9 GB for the 36 layers of GPT-OSS-120B, made at the first call. For each
-pair of weights and caches, a table of addresses is kept, of 4 KB for 36 layers. Each stream, each captured launch and each number
-of tokens has its own scratch memory, of about 2 MB for GPT-OSS-120B.
+qkv and of the projection, in the layout of `layout`, made at the first call: for the 36 layers of GPT-OSS-120B 1.9 GB, or 0.95 GB
+if these weights are fp8. For each pair of weights and caches, a table of addresses is kept, of 4 KB for 36 layers. Each stream, each
+captured launch and each number of tokens has its own scratch memory, of about 2 MB for GPT-OSS-120B.
 
 Forward progress. CTAs wait for one another, so all CTAs of a launch must run at once, see `kernel_device`. The launch is
 cooperative: the driver starts either all CTAs or none. So a launch waits while other streams' kernels occupy SMs, also another
@@ -28,6 +28,7 @@ eight tokens it is selected only if it is preferred by name. `benchmarks/h200_pe
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ from tokenspeed_kernel_base.alignment import aligned_cache
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
-from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 from tokenspeed_kernel_base.spec import Priority
@@ -53,6 +54,7 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import LAYOUT, panels_of
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.weights import prepare_weights
 from tokenspeed_kernel_nvidia.sm90.layers.config import (
+    CHUNK_BYTES,
     EVENTS,
     EXPERTS,
     FAILED,
@@ -74,6 +76,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     TOKENS,
     WIDTH,
     Config,
+    Dense,
     config_of,
     every_config,
     served_config,
@@ -90,6 +93,7 @@ POLLS = 2 * _POLLS_PER_S  # so a warp gives up after about two seconds
 _MOST_POLLS = (1 << 31) - 1
 _ALIGNMENT = 128  # of the parts of the scratch memory, in bytes
 _CAPTURES = 4  # captured launches whose scratch memory is zeroed in advance
+_E4M3 = torch.float8_e4m3fn
 _ROWS = 16  # fewer rows of qkv per CTA are not worth a CTA
 
 
@@ -210,7 +214,14 @@ def distances(memory_at: int, others: Sequence[int], device: torch.device) -> Te
 
 def copies_of(layers: Sequence[DecoderLayer], ctas: int) -> list[tuple[Tensor, Tensor]]:
     """Returns copies of each layer's weights of qkv and of the projection, in the layout of `layout`."""
-    return [(arranged(layer.qkv, ctas), arranged(layer.projection, ctas)) for layer in layers]
+    return [
+        (arranged(layer.qkv, ctas, layer.qkv_scale), arranged(layer.projection, ctas, layer.projection_scale)) for layer in layers
+    ]
+
+
+def dense_of(layer: DecoderLayer) -> Dense:
+    """Returns the format of a layer's weights of qkv and of the projection."""
+    return "float8_e4m3fn" if layer.qkv.dtype == _E4M3 else "bfloat16"
 
 
 def table_of(
@@ -322,9 +333,9 @@ def decoder_layers(
     page_size, head_dim = k_cache.shape[2], k_cache.shape[4]
     heads = weights.layers[0].projection.shape[1] // head_dim
     _check_pages(page_size, head_dim)
-    ctas = ctas_of(plan, tokens, heads, kv_heads, sm_count_of(device))
     group = weights.group
-    config = served_config(min(tokens, max(TOKENS)), weights.world_size)
+    config = served_config(min(tokens, max(TOKENS)), dense_of(weights.layers[0]), weights.world_size)
+    ctas = ctas_of(plan, tokens, heads, kv_heads, sm_count_of(device))
     polls = POLLS if group is None else min(int(group.peer_time_limit_s * _POLLS_PER_S), _MOST_POLLS)
     launch = launch_of(plan, layers, tokens, heads, kv_heads, ctas, config, eps, polls=polls)
     keys, values = aligned_cache(k_cache, "k_cache"), aligned_cache(v_cache, "v_cache")
@@ -363,21 +374,33 @@ def _check_layer(index: int, layer: DecoderLayer) -> None:
     for name in ("qkv_bias", "projection_bias", "sinks", "router_bias"):
         if getattr(layer, name) is None:
             raise ValueError(f"persistent layers: layers[{index}].{name} must be given, got None")
+    for name in ("qkv", "projection"):
+        weight, scale = getattr(layer, name), getattr(layer, f"{name}_scale")
+        wanted = _E4M3 if dense_of(layer) == "float8_e4m3fn" else torch.bfloat16
+        if weight.dtype != wanted:
+            raise ValueError(f"persistent layers: layers[{index}].{name} must be {wanted}, got {weight.dtype}")
+        shape = (len(weight), 1) if wanted == _E4M3 else None
+        if (None if scale is None else scale.shape) != shape:
+            raise ValueError(f"persistent layers: layers[{index}].{name}_scale must have the shape {shape}, got {scale}")
 
 
-_BF16 = dense_tensor_format(torch.bfloat16)
-# The first kernel is faster than separate kernels. The second is slower, so the composed kernel is preferred to it.
-for _name, _tokens, _priority in (
-    ("cutedsl_decoder_layers", between(1, PREFERRED), Priority.SPECIALIZED),
-    ("cutedsl_decoder_layers_few", between(PREFERRED + 1, max(TOKENS)), Priority.COMPOSED - 1),
+_BF16, _MXFP4 = dense_tensor_format(torch.bfloat16), mxfp4_format()
+# The first kernel of each format of dense weights is faster than separate kernels. The second is slower, so the composed kernel is
+# preferred to it. A row of fp8 weights is divided into chunks, so its length must be a multiple of a chunk's.
+for (_name, _dense, _hidden), (_suffix, _tokens, _priority) in itertools.product(
+    (
+        ("cutedsl_decoder_layers", _BF16, at_most(HIDDEN)),
+        ("cutedsl_decoder_layers_fp8_weights", fp8_format(_E4M3, "channel"), at_most(HIDDEN) & multiple_of(CHUNK_BYTES)),
+    ),
+    (("", between(1, PREFERRED), Priority.SPECIALIZED), ("_few", between(PREFERRED + 1, max(TOKENS)), Priority.COMPOSED - 1)),
 ):
     register_kernel(
         "decoder",
         "decoder_layers",
-        name=_name,
+        name=_name + _suffix,
         solution="cutedsl",
         capability=with_sms(CUTEDSL_HOPPER, LEAST_CTAS),
-        signatures={format_signature(x=_BF16, w13=mxfp4_format(), w2=mxfp4_format(), k_cache=_BF16)},
+        signatures={format_signature(x=_BF16, w13=_MXFP4, w2=_MXFP4, k_cache=_BF16, qkv=_dense, projection=_dense)},
         traits={
             "tokens": _tokens,
             "layers": at_most(MOST_LAYERS),
@@ -398,7 +421,7 @@ for _name, _tokens, _priority in (
             "activation": "swiglu",
             "num_experts": at_most(EXPERTS) & multiple_of(4),
             "top_k": at_most(PAIRS // max(TOKENS)),
-            "hidden_size": at_most(HIDDEN),
+            "hidden_size": _hidden,
             "intermediate_size": at_most(HIDDEN),
             "bias": any,
             "w13_interleaved": any,
@@ -454,7 +477,9 @@ class PersistentLayers:
     ) -> None:
         layers, keys = len(weights), caches[0][0]
         heads = weights[0].projection.shape[1] // HEAD_DIM
-        config = config or config_of(min(tokens, max(TOKENS)))
+        config = config or config_of(min(tokens, max(TOKENS)), dense=dense_of(weights[0]))
+        if config.dense != dense_of(weights[0]):
+            raise ValueError(f"persistent layers: the configuration is for dense weights in {config.dense}, not {dense_of(weights[0])}")
         ctas = sm_count_of(weights[0].qkv.get_device()) if ctas is None else ctas
         self._launch = launch_of(plan, layers, tokens, heads, keys.shape[2], ctas, config, eps, scale, polls)
         for index, layer in enumerate(weights):
@@ -572,6 +597,7 @@ def _check(plan: MoEPlan, layers: int, tokens: int, heads: int, kv_heads: int, c
     for name, (size, limit) in most.items():
         if size > limit:
             raise ValueError(f"persistent layers: {name} must be at most {limit}, got {size}")
-    for name, size, factor in (("heads", heads, kv_heads), ("num_experts", experts, 4)):
+    chunk = CHUNK_BYTES // config.dense_bytes  # elements of a chunk
+    for name, size, factor in (("heads", heads, kv_heads), ("num_experts", experts, 4), ("hidden_size", hidden, chunk)):
         if size % factor:
             raise ValueError(f"persistent layers: {name} must be a multiple of {factor}, got {size}")

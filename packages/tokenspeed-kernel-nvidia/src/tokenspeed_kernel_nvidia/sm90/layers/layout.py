@@ -6,6 +6,10 @@ MMAs of qkv took 4.5 us with a copy for each row, and 3.1 us with one copy.
 Each CTA has consecutive rows of the weights, divided into tiles of 8 rows, and each tile into parts of `part_bytes` along k.
 A part is contiguous, with its rows one after the other. Lanes read 64 bytes of two neighbouring rows at once, which must be in
 different banks. So if rows of a part are multiples of 128 bytes, the two halves of each 128 bytes of odd rows are swapped.
+
+A lane loads 16 bytes of fp8 weights with two 16-byte loads of a token. Each of these loads must take neighbouring bytes for
+neighbouring lanes, too. So each 64 fp8 weights are stored in this order: for each lane of a quad, 8 of the first 32 elements, then 8
+of the last 32. The scales of the rows follow the rows.
 """
 
 from __future__ import annotations
@@ -18,16 +22,21 @@ from torch import Tensor
 from tokenspeed_kernel_nvidia.sm90.layers.config import CHUNK_BYTES, TILE, part_bytes
 
 
-def arranged(weight: Tensor, ctas: int) -> Tensor:
-    """Returns a copy of dense weights in this layout.
+def arranged(weight: Tensor, ctas: int, scale: Tensor | None = None) -> Tensor:
+    """Returns a copy of dense weights in this layout, uint8.
 
     Args:
-        weight: 16-bit elements ``[rows, k]``, contiguous; k is a multiple of 32.
+        weight: ``[rows, k]``, contiguous: bfloat16, where k is a multiple of 32; or an 8-bit float, where k is a multiple of 64.
         ctas: the number of CTAs that share the rows.
+        scale: float32 ``[rows, 1]``: the scales of 8-bit floats.
     """
     rows, k = weight.shape
-    chunks = weight.view(-1, CHUNK_BYTES // weight.element_size())
-    return chunks[_order_of(rows, k * weight.element_size(), ctas).to(weight.device)].view(rows, k)
+    order = _order_of(rows, k * weight.element_size(), ctas).to(weight.device)
+    chunks = weight.view(torch.uint8).view(-1, CHUNK_BYTES)
+    if scale is None:
+        return chunks[order].flatten()
+    lanes = chunks.view(-1, 2, 4, 8).transpose(1, 2).reshape(-1, CHUNK_BYTES)
+    return torch.cat((lanes[order].flatten(), scale.contiguous().view(torch.uint8).flatten()))
 
 
 @functools.cache

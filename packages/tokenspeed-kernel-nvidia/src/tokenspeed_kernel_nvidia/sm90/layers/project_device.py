@@ -15,7 +15,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.attend_device import Attend
 from tokenspeed_kernel_nvidia.sm90.layers.config import ATTENDED, TOTALS, WIDTH_PITCH
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, store_tagged, value_of
 from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK
-from tokenspeed_kernel_nvidia.sm90.layers.tile_device import PROJECTION_BIAS, LayerCall
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import PROJECTION, PROJECTION_BIAS, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
 
 _AT_ONCE = 2  # chunks of the attention's output that a thread loads at once: 4096 features are 1.3 chunks per thread
@@ -59,16 +59,18 @@ class Project(Attend):
         live = thread < call.tokens * rows
         bias_of = Vector(call.address(PROJECTION_BIAS), Int32(BFLOAT16))
         bias = bias_of.load(call.first_row + row, live)
+        row_bytes = call.given.width * self.config.dense_bytes
+        scale = self.load_scale(call, PROJECTION, hidden, row_bytes, call.first_row + row, live)
         element = cutlass.select_(live, token * hidden + call.first_row + row, 0)
         # All words of the input have arrived, because this CTA has read all of them before.
         ranks = range(self.config.ranks)
         before = [load_words("relaxed.gpu.global", self.addends_at(call, call.given.outputs, element, rank), 1) for rank in ranks]
         self.load_attended(call, warp)
         self.synchronise()
-        at = self.multiply_tiles(call, warp, at, rows, call.given.width * 2, False)
+        at = self.multiply_tiles(call, warp, at, rows, row_bytes, False)
         self.synchronise()
         if live:
-            total = self.sum_of_warps(call, token, row) + bias_of.number(bias)
+            total = self.sum_of_warps(call, token, row, scale) + bias_of.number(bias)
             if const_expr(self.config.ranks == 1):
                 word = self.rounded(value_of(self.rounded(total)) + value_of(before[0]))
                 store_tagged(call.given.totals + Int64(element) * 4, word, call.tag)

@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
 from tokenspeed_kernel_nvidia.sm90.layers.config import OUT, QKV, WIDTH_PITCH
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import store_addend, store_tagged
 from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK, Gemm
-from tokenspeed_kernel_nvidia.sm90.layers.tile_device import INPUT_NORM, QKV_BIAS, LayerCall
+from tokenspeed_kernel_nvidia.sm90.layers.tile_device import INPUT_NORM, QKV_BIAS, QKV_WEIGHT, LayerCall
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS
 
 
@@ -62,6 +62,8 @@ class Qkv(Gemm):
         # Constants are loaded before the wait.
         bias_of = Vector(call.address(QKV_BIAS), Int32(BFLOAT16))
         bias = bias_of.load(first + row, live)
+        row_bytes = call.layer.hidden * self.config.dense_bytes
+        scale = self.load_scale(call, QKV_WEIGHT, given.attention.qkv_rows, row_bytes, first + row, live)
         column = cutlass.min(thread * CHUNK, call.layer.hidden - CHUNK)
         norm = [*load_words("global", call.address(INPUT_NORM) + column * 2, 4)]
         ctas, _, _ = cute.arch.grid_dim()
@@ -70,10 +72,10 @@ class Qkv(Gemm):
         self.synchronise()
         self.normalise_input(call, norm, column, thread * CHUNK < call.layer.hidden)
         self.synchronise()
-        at = self.multiply_tiles(call, warp, at, rows, call.layer.hidden * 2, True)
+        at = self.multiply_tiles(call, warp, at, rows, row_bytes, True)
         self.synchronise()
         if live:
-            word = self.rounded(self.sum_of_warps(call, token, row) + bias_of.number(bias))
+            word = self.rounded(self.sum_of_warps(call, token, row, scale) + bias_of.number(bias))
             store_tagged(given.attention.qkv + Int64(token * given.attention.qkv_rows + first + row) * 4, word, call.tag)
         self.publish(call, QKV)
         return at
