@@ -308,7 +308,7 @@ def test_layers_that_ranks_share(hopper: Any, count: int, sizes: tuple[int, ...]
     for options, counted in (({"seed": 1}, EXCHANGES), ({"seed": 2}, ()), ({"seed": 3, "copies": "late"}, EXCHANGES)):
         outputs = []
         for first in range(1, layers + 1):  # only the last layer's output is stored
-            with hopper(**options):
+            with hopper(**options, patience=10**9):  # a process may start much later than another
                 launched = launched_by_ranks(ranks, first, ctas, config_of(tokens, tiles=tiles, counted=counted, ranks=count))
                 out = torch.full((count, 3, first, tokens, hidden), torch.nan, dtype=BF16).share_memory_()
                 processes = [fork.Process(target=launch_each, args=each) for each in zip(launched, ranks, out, strict=True)]

@@ -14,7 +14,7 @@ import torch
 from kernel_emulation.emulator import Bounds, Edit, platform
 from sm90_emulator import addresses, cutedsl
 from sm90_emulator.emulator import BLOCK, Emulator
-from sm90_emulator.machine import Settings
+from sm90_emulator.machine import PATIENCE, Settings
 
 DEVICE_NAME = "NVIDIA H200"
 _MEMORY = 141 * 10**9
@@ -30,6 +30,7 @@ def emulated_sm90(
     resident: int = 132,
     together: int | None = None,
     multiprocessors: int = 132,
+    patience: int = PATIENCE,
     sanitize: bool = True,
     counters: bool = False,
     bounds: Bounds = "storage",
@@ -53,6 +54,8 @@ def emulated_sm90(
         resident: the largest number of CTAs that are resident together. Another CTA starts when no running CTA can proceed.
         together: number of CTAs that start together; None means 1 with seed 0, otherwise 4.
         multiprocessors: the number of SMs that the device reports.
+        patience: after this many instructions without a visible change, a launch is said to hang. Choose more if a launch waits for
+            another process that emulates another GPU: both may access the same shared memory of the host, and atomics work.
         sanitize: whether an access of a PDL launch, before its `griddepcontrol.wait`, to memory that the preceding kernel wrote is
             an error. Other errors are found regardless of this setting.
         counters: whether to count how often each instruction is executed, for `LaunchReport.counts`.
@@ -72,7 +75,9 @@ def emulated_sm90(
     if when not in ("early", "late", "random"):
         raise ValueError(f'copies must be "early", "late" or "random", got {copies!r}')
     first = together if together is not None else 4 if seed else 1
-    settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, first, multiprocessors)
+    settings = Settings(
+        seed, when, uninitialised, limited_fp8_accumulation, resident, first, multiprocessors, patience=patience,
+    )  # fmt: skip
     running = Emulator(sanitize=sanitize, counters=counters, bounds=bounds, edit=edit, machine=settings)
     features = frozenset({"triton"} if triton else ())
     with contextlib.ExitStack() as stack:

@@ -18,7 +18,7 @@ from sm90_emulator.program import Program
 from sm90_emulator.registers import LANES
 
 _KINDS = ("out-of-bounds", "uninitialised", "misaligned", "overlap", "overwritten", "deadlock")
-_PATIENCE = 3_000_000
+PATIENCE = 3_000_000
 _LATENESS = {"early": 0, "random": 1, "late": 2}
 
 
@@ -74,6 +74,7 @@ class Settings:
     check_overlap: bool = True
     shared_byte: int = 0xFF
     counters: bool = False
+    patience: int = PATIENCE
 
 
 @dataclass(kw_only=True)
@@ -149,7 +150,7 @@ def run(
         check_uninitialised=settings.uninitialised, limited_fp8=settings.limited_fp8_accumulation,
         lateness=_LATENESS[settings.copies],
         ranges_count=len(limits) // 2, multiprocessors=settings.multiprocessors, check_overlap=settings.check_overlap,
-        shared_byte=settings.shared_byte, early=geometry.early, patience=_PATIENCE, ranges=limits.ctypes.data,
+        shared_byte=settings.shared_byte, early=geometry.early, patience=settings.patience, ranges=limits.ctypes.data,
         parameters=place.ctypes.data + start, parameter_bytes=len(parameters),
         counts=None if counts is None else counts.ctypes.data,
     )  # fmt: skip

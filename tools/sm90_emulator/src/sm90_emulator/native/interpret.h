@@ -75,18 +75,30 @@ static void finish_lanes(Warp *warp, u32 lanes) {
     warp->cta->running--;
 }
 
+// Stores a value, if memory still holds the value before. Another process may emulate another GPU that accesses this memory.
+static bool replaced(void *at, u32 size, u64 before, u64 after) {
+    u32 before4 = (u32)before;
+    if (size == 4) return __atomic_compare_exchange_n((u32 *)at, &before4, (u32)after, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    if (size == 8) return __atomic_compare_exchange_n((u64 *)at, &before, after, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    memcpy(at, &after, size);
+    return true;
+}
+
 static u64 atomic(Warp *warp, const Instruction *ins, u64 address, u64 operand, u32 lane) {
     u32 type = (u32)(ins->more & 255), how = (u32)(ins->more >> 8 & 255);
     u32 size = ins->more >> 16 & 1 ? 4 : BYTES_OF_TYPE[type];
     u64 changes = M->changes;
     void *at = access_at(warp, ins->kind, address, size, true, lane);
-    u64 before = 0, after = 0;
-    memcpy(&before, at, size);
-    if (how == 255) memcpy(at, &operand, size);  // exch
-    else if (ins->more >> 16 & 1) {  // two 16-bit values
-        reduce(at, &operand, 2, type, how);
-    } else reduce(at, &operand, 1, type, how);
-    memcpy(&after, at, size);
+    u64 before, after;
+    do {
+        before = after = 0;
+        memcpy(&before, at, size);
+        if (how == 255) memcpy(&after, &operand, size);  // exch
+        else {
+            after = before;
+            reduce(&after, &operand, ins->more >> 16 & 1 ? 2 : 1, type, how);  // 2: two 16-bit values
+        }
+    } while (!replaced(at, size, before, after));
     M->changes = changes + (after != before);
     return before;
 }

@@ -42,6 +42,8 @@ LAYER_COUNTERS = COUNTERS + PAIRS + 4  # even, because the 64-bit words of a tra
 # Indices of words before the layers' counters: the number of CTAs that have finished, the tag of the last launch's last layer, and
 # the error flag.
 LEFT, TAG, FAILED = 0, 1, 2
+# The index of the first of two counters of other ranks' stores: of the input or output of a layer, and of ``totals``.
+ARRIVED = 3
 HEAD_WORDS = 32
 # The exchanges of rows between CTAs. An exchange uses a counter in global memory, and readers wait until all CTAs have counted up.
 # Or readers poll the words themselves: each 32-bit word holds a bfloat16 and the layer's tag. This saves a fence, an atomic and a

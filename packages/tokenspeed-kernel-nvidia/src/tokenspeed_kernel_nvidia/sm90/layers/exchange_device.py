@@ -13,8 +13,11 @@ ranks add in the order of ranks, and get the same bits. A word of an addend hold
 float32, and 8 bits of the tag.
 
 A CTA overwrites an addend of one sum only after it has read the addends of the other sum from all CTAs of all ranks. Each CTA
-stores those after it has read the addends that are overwritten. So no word is overwritten too early, and 8 bits suffice. Counters
-count this GPU's CTAs only.
+stores those after it has read the addends that are overwritten. So no word is overwritten too early, and 8 bits suffice.
+
+The counters of layers count this GPU's CTAs. Two further counters count the stores of the other ranks' CTAs since the memory was
+zeroed: one store for each layer, and one when a launch begins, because the first layer's input has a tag, too. So the expected
+value follows from the tag. They are never reset: another rank may begin the next launch before this rank's launch has ended.
 
 A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
 more than once. So a launch always ends, whatever went wrong. The launch's results are then NaN.
@@ -29,13 +32,15 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_number, load_words, relaxed_add, release_add
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import far_add, load_number, load_words, relaxed_add, release_add
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier, pack, permute_bytes, widened
-from tokenspeed_kernel_nvidia.sm90.layers.config import FAILED
+from tokenspeed_kernel_nvidia.sm90.layers.config import ARRIVED, FAILED, OUT, TOTALS
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import GIVEN_UP, LayerCall, storage_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.kernel_device import Stream
 from tokenspeed_kernel_nvidia.sm90.moe.stream.mma_device import CONSUMING
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS, as_float
+
+SUMS = (OUT, TOTALS)  # the exchanges of sums over ranks
 
 
 def load_tagged(address: Any, scope: str = "gpu") -> Any:
@@ -134,6 +139,36 @@ class Exchange(Stream):
         """Announces this CTA's stores of words, after these stores. Does nothing if readers poll the words themselves."""
         if const_expr(index in self.config.counted):
             self.tell_all(call, index)
+            self.tell_others(call, index)
+
+    @cute.jit
+    def tell_others(self, call: LayerCall, index: cutlass.Constexpr[int]):
+        """Adds 1 to the other ranks' counters of stores, if the words are addends of a sum over ranks."""
+        if const_expr(self.config.ranks > 1 and index in SUMS):
+            thread, _, _ = cute.arch.thread_idx()
+            if thread < self.config.ranks - 1:
+                far_add(self.arrived_at(call, index) + call.others[thread], Int32(1))
+
+    def arrived_at(self, call: LayerCall, index: int) -> Int64:
+        """Returns the address of this rank's counter of the other ranks' stores."""
+        return call.given.head + 4 * (ARRIVED + SUMS.index(index))
+
+    @cute.jit
+    def await_others(self, call: LayerCall, index: cutlass.Constexpr[int], behind: cutlass.Constexpr[int]):
+        """Makes a warp wait until the other ranks' CTAs have counted their stores, see `await_all`."""
+        if cute.arch.lane_idx() == 0:
+            ctas, _, _ = cute.arch.grid_dim()
+            wanted = (call.tag - behind) * ctas * (self.config.ranks - 1)
+            left = self.polls_of(call)
+            counter = self.arrived_at(call, index)
+            # The tag has 16 bits, and so has the number of missing stores, which is far smaller.
+            missing = wanted - Int32(load_words("relaxed.sys.global", counter, 1)) << 16
+            while (missing > 0) & (left > 0):
+                missing = wanted - Int32(load_words("relaxed.sys.global", counter, 1)) << 16
+                left -= 1
+            if missing > 0:
+                self.give_up(call)
+        cute.arch.sync_warp()
 
     @cute.jit
     def await_all(
@@ -142,7 +177,12 @@ class Exchange(Stream):
         """Waits until the counter of an exchange equals ``value``, before loads of words. Does nothing if the loads themselves poll
         the words. ``behind``: how many layers earlier the words were stored."""
         if const_expr(index in self.config.counted):
-            self.meet(call, warp, call.counter_of(opt_barrier(call.index) - behind, index), value)
+            if warp == 0:
+                self.await_count(call, call.counter_of(opt_barrier(call.index) - behind, index), value)
+                if const_expr(self.config.ranks > 1 and index in SUMS):
+                    if call.index >= behind:  # the first layer's input is this rank's
+                        self.await_others(call, index, behind)
+            self.synchronise()
 
     @cute.jit
     def load_words_of_all(

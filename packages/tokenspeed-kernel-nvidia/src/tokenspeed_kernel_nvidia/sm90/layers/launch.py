@@ -292,7 +292,7 @@ def _kept_table(weights: DecoderWeights, k_cache: Tensor, v_cache: Tensor, ctas:
 def _shared_memory(group: ProcessGroup, launch: Launch, x: Tensor) -> tuple[int, int, int]:
     """Returns the address of a rank's scratch memory for launches with these sizes, the rank, and the address of the `distances` to
     the other ranks' memory. All launches of the group with these sizes use the same memory, one after another, in graphs too."""
-    group.check_agreement("decoder_layers", x=x, nbytes=launch.nbytes)
+    group.check_agreement("decoder_layers", x=x, nbytes=launch.nbytes, ctas=launch.ctas)
     shared = group.shared_words(f"decoder_layers, {len(x)} tokens", launch.nbytes // 4)
     own = shared.addresses[group.rank]
     known = _distances.setdefault(group, {})
