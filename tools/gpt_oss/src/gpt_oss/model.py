@@ -146,8 +146,8 @@ class GptOss:
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
         """Returns the last layer's output, and the residual stream to which it must be added; None if it was already added."""
-        if batch.phase is Phase.DECODE and cache is not None and self._decoder_weights is not None:
-            arguments = self._decoder_arguments(self._decoder_weights, hidden, batch, cache)
+        if batch.phase is Phase.DECODE and cache is not None:
+            arguments = self._decoder_arguments(hidden, batch, cache)
             if self._runs_in_one_call(arguments):
                 return self.ops.decoder_layers(**arguments), None
         residual: Tensor | None = None
@@ -158,11 +158,11 @@ class GptOss:
             hidden = self.ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
         return hidden, residual
 
-    def _decoder_arguments(self, weights: Any, hidden: Tensor, batch: Batch, cache: PagedKVCache) -> dict[str, Any]:
+    def _decoder_arguments(self, hidden: Tensor, batch: Batch, cache: PagedKVCache) -> dict[str, Any]:
         """Returns the arguments of `decoder_layers` for a decode pass."""
         return {
             "x": hidden,
-            "weights": weights,
+            "weights": self._decoder_weights,
             "k_cache": cache.all_k,
             "v_cache": cache.all_v,
             "page_table": batch.page_table,
@@ -330,10 +330,7 @@ class GptOss:
         )
 
     def _whole_layers(self) -> Any:
-        """Returns the weights of all layers for `decoder_layers`, which refer to the layers' own tensors; None if the operator does
-        not take them, because weights of attention are quantised."""
-        if self.dense_weights != "none":
-            return None
+        """Returns the weights of all layers for `decoder_layers`, which refer to the layers' own tensors."""
         return self.ops.DecoderWeights(
             [
                 self.ops.DecoderLayer(
@@ -348,6 +345,8 @@ class GptOss:
                     projection_bias=layer.output.bias,
                     sinks=layer.sinks,
                     router_bias=layer.router.bias,
+                    qkv_scale=None if layer.qkv.scale is None else layer.qkv.scale.t(),
+                    projection_scale=None if layer.output.scale is None else layer.output.scale.t(),
                 )
                 for layer in self.layers
             ]

@@ -2,9 +2,10 @@
 
 A stage holds a range of k of eight rows of the weights. These rows are the MMA's columns, and tokens are its rows. A warpgroup
 processes every third stage, and each of its warps every fourth chunk of 64 bytes of the stage's rows. The order of k within an MMA
-does not matter. So a lane loads 16 bytes of a row and the same 16 bytes of a token, which are the operands of two MMAs. With fp8
-weights, 16 bytes of a row and 32 bytes of a token are the operands of four MMAs: the weights are converted to bfloat16, exactly. The
-sums are multiplied by the rows' scales at the end, as in `mm`.
+does not matter. So a lane loads 16 bytes of a row and the same 16 bytes of a token, which are the operands of two MMAs.
+
+With fp8 weights, 16 bytes of a row and 32 bytes of a token are the operands of four MMAs. The weights are converted to bfloat16,
+exactly. The sums are multiplied by the rows' scales at the end, as in `mm`.
 """
 
 # mypy: ignore-errors
@@ -203,8 +204,8 @@ class Gemm(Split):
         return load_float_if(call.address(column) + Int64(rows) * row_bytes + Int64(row) * 4, live)
 
     def sum_of_warps(self, call: LayerCall, token: Int32, row: Int32, scale: Any) -> Float32:
-        """Returns an element of the GEMM's result without bias: the sum of the warps' partial sums, times the scale of `load_scale`.
-        ``row``: the index among this CTA's rows of weights."""
+        """Returns an element of the GEMM's result without bias: the sum of the warps' partial sums, times the scale from
+        `load_scale`. ``row``: the index among this CTA's rows of weights."""
         total = Float32(0.0)
         for each in range(MMA_WARPS):
             place = (each * call.tokens + token) * self.config.rows_of_cta + row
