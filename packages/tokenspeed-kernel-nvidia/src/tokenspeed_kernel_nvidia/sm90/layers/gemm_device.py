@@ -223,41 +223,41 @@ class Gemm(Split):
             token_at: the address of this lane's token.
             chunk: the index of this warp's first chunk.
         """
-        if left_bytes > 0:
-            self.multiply_fp8_chunks(sums, token_at, chunk, right_at, left_bytes, lane, live, range(_LOADS))
+        left_at, exponents_at = token_at + chunk * (2 * CHUNK_BYTES) + lane % 4 * 16, token_at + _EXPONENTS + chunk
+        if left_bytes > (_LOADS - 1) * _STEP:
+            self.multiply_fp8_chunks(sums, left_at, exponents_at, right_at, live, range(_LOADS), None)
             if left_bytes > _LOADS * _STEP:
-                self.multiply_fp8_chunks(sums, token_at, chunk, right_at, left_bytes, lane, live, [_LOADS])
+                self.multiply_fp8_chunks(sums, left_at, exponents_at, right_at, live, [_LOADS], None)
+        elif left_bytes > 0:
+            self.multiply_fp8_chunks(sums, left_at, exponents_at, right_at, live, range(_LOADS - 1), left_bytes)
 
     def multiply_fp8_chunks(
         self,
         sums: cute.Tensor,
-        token_at: Int32,
-        chunk: Int32,
+        left_at: Int32,
+        exponents_at: Int32,
         right_at: Int32,
-        left_bytes: Int32,
-        lane: Int32,
         live: Boolean,
         chunks: Any,
+        left_bytes: Int32 | None,
     ) -> None:
         """Adds the MMAs of some of this warp's chunks of fp8 weights.
 
-        A chunk beyond the row's end is multiplied by 0: a row of 2880 bytes has three or four chunks for each warp, and all warps
-        shall issue their loads together. In its place the first chunk is loaded, which is finite or makes the row's result NaN
-        anyway.
+        If ``left_bytes`` is given, chunks beyond these bytes of a row are multiplied by 0: all warps shall issue all loads
+        together, also those with fewer chunks. In place of such a chunk the first one is loaded, which is finite or makes the row's
+        result NaN anyway.
 
         The four words of a lane's load of a token are an MMA's left operand as they are. So words 1 and 3 are in rows 8 to 15.
         With the weights that belong to words 0 and 2, the MMA's rows 0 to 7 are used. Another MMA has the weights that belong to
         words 1 and 3, and its rows 8 to 15 are used.
         """
-        tokens_at, exponents_at = token_at + chunk * (2 * CHUNK_BYTES) + lane % 4 * 16, token_at + _EXPONENTS + chunk
         left, right, exponents = [], [], []
         for each in chunks:
             known, step = live, Int32(each * PANEL_STRIPS)  # chunks after this warp's first one
-            if each in range(1, _LOADS):
+            if left_bytes is not None and each > 0:
                 inside = each * _STEP < left_bytes
                 known, step = live & inside, cutlass.select_(inside, step, Int32(0))
-            words = (load_words_if(tokens_at + (2 * each * _STEP + half * CHUNK_BYTES), known, "shared") for half in range(2))
-            left.append([*words])
+            left.append([load_words_if(left_at + (2 * each * _STEP + half * CHUNK_BYTES), known, "shared") for half in range(2)])
             right.append([*load_words("shared", right_at + step * CHUNK_BYTES, 4)])
             exponents.append(read_byte(exponents_at + step))
         acc = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in chunks]
