@@ -317,9 +317,7 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{row['tokens']:>6}  {row['dense']:13} {row['variant']:20} {found:>8} {rate:>6} {predicted:>10}  {row['note']}"
 
 
-def compile_all(
-    tokens: Sequence[int], formats: Sequence[Dense], choices: Mapping[int, Mapping[str, Choice]], jobs: int
-) -> None:
+def compile_all(tokens: Sequence[int], formats: Sequence[Dense], choices: Mapping[int, Mapping[str, Choice]], jobs: int) -> None:
     """Compiles all programs in several processes, because each takes seconds."""
     pairs = [(each, dense) for each in tokens for dense in formats]
     configs = {(persistent_program, choice.config_for(*pair)) for pair in pairs for choice in choices[pair[0]].values()}

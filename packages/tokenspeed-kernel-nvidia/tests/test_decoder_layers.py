@@ -25,6 +25,7 @@ ONE, FEW, COMPOSED = "cutedsl_decoder_layers", "cutedsl_decoder_layers_few", "co
 OP = get_operator("decoder_layers")
 CASES = {case.name: case for case in OP.all_cases()}
 NARROW = "gpt-oss layers, narrow, "
+FP8 = "cutedsl_decoder_layers_fp8_weights"
 
 
 def prepared(case: Case, device: Any = "cpu", kernel: str = ONE) -> dict[str, Any]:
@@ -40,10 +41,19 @@ def varied(name: str, **changes: Any) -> Case:
 # -- selection -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "kernel"), [("one token", ONE), ("3 tokens", ONE), ("8 tokens", COMPOSED)])
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        ("one token", ONE),
+        ("3 tokens", ONE),
+        ("8 tokens", COMPOSED),
+        ("fp8 dense weights, one token", FP8),
+        ("fp8 dense weights, 3 tokens", FP8),
+    ],
+)
 def test_few_tokens_are_served_others_by_name(registered: KernelRegistry, case: str, kernel: str) -> None:
     with use_platform(named_platform("sm_90")):
-        arguments = prepared(CASES[NARROW + case])
+        arguments = prepared(CASES[NARROW + case], kernel=FP8 if kernel == FP8 else ONE)
         assert decoder_layers.explain(**arguments).chosen.name == kernel
         if kernel == COMPOSED:
             found = decoder_layers.explain(**arguments)
@@ -52,6 +62,25 @@ def test_few_tokens_are_served_others_by_name(registered: KernelRegistry, case: 
     for platform in ("sm_80", "sm_100", "gfx950", "cpu"):
         with use_platform(named_platform(platform)):
             assert decoder_layers.explain(**arguments).chosen.name == COMPOSED
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden": 96}, "hidden_size=96 is not at most 2880 and a multiple of 64"),
+        ({"weights": "dense"}, "qkv: bfloat16 wanted"),
+        ({"weights": "mxfp4"}, "qkv: mxfp4<uint8> scaled by uint8/block32x1 wanted"),
+        ({"dtype": torch.float16}, "k_cache: float16 wanted"),
+    ],
+    ids=str,
+)
+def test_explain_says_why_not_fp8_weights(registered: KernelRegistry, changes: dict[str, Any], reason: str) -> None:
+    arguments = prepared(varied(NARROW + "fp8 dense weights, one token", **changes), kernel=FP8)
+    with use_platform(named_platform("sm_90")):
+        found = decoder_layers.explain(**arguments)
+    assert found.chosen is not None
+    assert found.chosen.name != FP8
+    assert reason in next(verdict for verdict in found.verdicts if verdict.spec.name == FP8).reason
 
 
 @pytest.mark.parametrize(
@@ -154,6 +183,8 @@ def test_calls_one_after_another(hopper: Any) -> None:
     with hopper(seed=1):
         calls = [prepared(CASES[NARROW + "one token"]), prepared(CASES["one layer, narrow, pages of 64"])]
         few = prepared(varied(NARROW + "3 tokens", kv_lens=[33, 1]))
+        calls.append(prepared(CASES[NARROW + "fp8 dense weights, one token"], kernel=FP8))
+        assert decoder_layers.explain(**calls[-1]).chosen.name == FP8
         assert decoder_layers.explain(**calls[0]).chosen.name == ONE
         first = [run(call) for call in calls]
         assert same(run(few), run(few))
@@ -203,6 +234,11 @@ def test_weights_and_pages_that_the_kernel_does_not_read(registered: KernelRegis
         launch.decoder_layers(**call)
     with pytest.raises(ValueError, match=r"layers\[0\].sinks must be given, got None"):
         launch._check_layer(0, dataclasses.replace(call["weights"].layers[0], sinks=None))
+    layer = prepared(CASES[NARROW + "fp8 dense weights, one token"], kernel=FP8)["weights"].layers[0]
+    with pytest.raises(ValueError, match=r"layers\[0\].projection must be torch.float8_e4m3fn, got torch.bfloat16"):
+        launch._check_layer(0, dataclasses.replace(layer, projection=layer.projection.bfloat16(), projection_scale=None))
+    with pytest.raises(ValueError, match=r"layers\[0\].qkv_scale must have the shape \(320, 1\), got None"):
+        launch._check_layer(0, dataclasses.replace(layer, qkv_scale=None))
 
 
 def test_scratch_memory_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,11 +261,12 @@ def close(got: Tensor, wanted: Tensor) -> None:
     assert error < 0.0228, float(error)  # the operator's tolerance for four layers
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
-def test_like_the_separate_kernels(sm90: torch.device, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "weights"), [(1, "dense"), (2, "dense"), (4, "dense"), (8, "dense"), (1, "fp8"), (3, "fp8")])
+def test_like_the_separate_kernels(sm90: torch.device, tokens: int, weights: str) -> None:
     pytest.importorskip("tokenspeed_kernel")
-    kernel = ONE if tokens <= 4 else FEW
-    call = prepared(CASES[LARGE.format(tokens)], sm90, kernel)
+    kernel = FP8 if weights == "fp8" else ONE if tokens <= 4 else FEW
+    case = varied(LARGE.format(1), kv_lens=[1024] * tokens, weights=weights)
+    call = prepared(case, sm90, kernel)
     got, wanted = run(call, kernel), run(call, COMPOSED)
     close(got[0], wanted[0])
     for mine, its in zip(got[1:], wanted[1:], strict=True):

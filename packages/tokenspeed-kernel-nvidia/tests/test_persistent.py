@@ -16,6 +16,7 @@ from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.layers.config import (
     CHAIN,
+    DENSE,
     EVENTS,
     EXCHANGES,
     HEAD_DIM,
@@ -260,6 +261,27 @@ def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, tiles: int, dens
     assert all(torch.equal(out, found[0]) for out in found)
 
 
+@pytest.mark.parametrize("power", [-60, 60])
+def test_the_range_of_tokens_with_fp8_weights(hopper: Any, power: int) -> None:
+    """Tokens are converted to float16, whose range is narrower than bfloat16's. A chunk has large and small elements, and values
+    are much larger or much smaller than float16's."""
+    model = Model(2, 1, 128, 64, 8, 2, 2, 2, 1, dense="float8_e4m3fn")
+    (layer,) = model.weights
+    sizes = torch.tensor([2.0**-30, 1.0, 2.0**20, 1.0]).repeat_interleave(32).to(BF16)
+    qkv_scale, qkv_bias = layer.qkv_scale * 2.0**-20, layer.qkv_bias.clone()
+    for head, factor in ((-1, 2.0**power), (-2, 2.0 ** (power - 8))):
+        values = slice(len(qkv_bias) + head * HEAD_DIM, len(qkv_bias) + (head + 1) * HEAD_DIM)
+        qkv_scale[values] *= factor
+        qkv_bias[values] *= factor
+    projection_scale = layer.projection_scale * 2.0**-power
+    changes = {"input_norm": layer.input_norm * sizes, "qkv_scale": qkv_scale, "qkv_bias": qkv_bias}
+    model.weights = [dataclasses.replace(layer, **changes, projection_scale=projection_scale)]
+    with hopper(seed=1):
+        out, launched = model.run(8, config=config_of(2, tiles=8, dense="float8_e4m3fn"))
+        assert not launched.failed
+    model.check(out)
+
+
 def launch_each(launched: PersistentLayers, model: Model, out: Tensor) -> None:
     """Launches the layers once for each part of ``out``."""
     for each in out:
@@ -328,11 +350,12 @@ def test_layers_that_ranks_share(hopper: Any, count: int, sizes: tuple[int, ...]
 
 
 @pytest.mark.parametrize("options", [{}, {"counted": ()}, {"cooperative": True}], ids=str)
+@pytest.mark.parametrize("dense", DENSE)
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 1000), (3, 3000), (8, 777)])
-def test_layers_on_the_device(sm90: torch.device, tokens: int, keys: int, options: dict[str, Any]) -> None:
+def test_layers_on_the_device(sm90: torch.device, tokens: int, keys: int, dense: Dense, options: dict[str, Any]) -> None:
     """Asserts that launches and replays of a graph give bitwise equal results."""
-    model = Model(tokens, 4, 2880, 2880, 32, 4, 8, 8, keys, 64, sm90)
-    out, launched = model.run(config=config_of(tokens, **options))
+    model = Model(tokens, 4, 2880, 2880, 32, 4, 8, 8, keys, 64, sm90, dense)
+    out, launched = model.run(config=config_of(tokens, **options, dense=dense))
     assert not launched.failed
     model.check(out)
     again = torch.empty_like(out)

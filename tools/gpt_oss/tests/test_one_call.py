@@ -112,13 +112,8 @@ def test_a_preference_turns_it_off(fused: str) -> None:
         assert OPERATOR not in {operator for operator, _ in called(make_model())}
 
 
-def test_quantised_weights_of_attention_and_other_caches(fused: str) -> None:
+def test_other_caches(fused: str) -> None:
     config = make_config(rope=YARN)
-    model = GptOss(config, tensors_of(config, torch.bfloat16), torch.bfloat16, dense_weights="fp8")
-    cache = PagedKVCache(config, 40, 4, torch.bfloat16)
-    with listen() as listener:
-        model.forward(make_batch([Piece([6], 2, (1,))], cache, "cpu"), cache)
-    assert OPERATOR not in {heard.operator for heard in listener.heard()}
     model = GptOss(config, tensors_of(config, torch.bfloat16), torch.bfloat16)
     cache = PagedKVCache(config, 40, 4, torch.float8_e4m3fn)
     with listen() as listener:
@@ -126,11 +121,30 @@ def test_quantised_weights_of_attention_and_other_caches(fused: str) -> None:
     assert OPERATOR not in {heard.operator for heard in listener.heard()}
 
 
-def test_the_layers_share_all_weights() -> None:
+@pytest.mark.parametrize("dense_weights", ["fp8", "mxfp4"])
+def test_quantised_weights_of_attention(dense_weights: str) -> None:
+    """The logits have equal bits in one call of all layers and in the layers' own calls."""
+    config, found = make_config(rope=YARN), []
+    for one_call in (False, True):
+        model = GptOss(config, tensors_of(config, torch.bfloat16), torch.bfloat16, dense_weights=dense_weights)
+        model.one_call = one_call
+        cache = PagedKVCache(config, 40, 4, torch.bfloat16)
+        with listen() as listener:
+            model.forward(make_batch([Piece([1, 2, 3, 4, 5], pages=(3, 7))], cache, "cpu"), cache)
+            found.append(model.forward(make_batch([Piece([6], 5, (3, 7))], cache, "cpu"), cache))
+        assert (OPERATOR in {heard.operator for heard in listener.heard()}) == one_call
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dense_weights", ["none", "fp8"])
+def test_the_layers_share_all_weights(dense_weights: str) -> None:
     """Asserts that `DecoderWeights` holds the layers' tensors, not copies."""
-    model = make_model()
+    config = make_config()
+    model = GptOss(config, tensors_of(config, torch.bfloat16), torch.bfloat16, dense_weights=dense_weights)
     for layer, whole in zip(model.layers, model._decoder_weights.layers, strict=True):
         pairs = [(layer.qkv.weight, whole.qkv), (layer.output.weight, whole.projection), (layer.router.weight, whole.router)]
+        if dense_weights != "none":
+            pairs += [(layer.qkv.scale, whole.qkv_scale), (layer.output.scale, whole.projection_scale)]
         assert all(mine.data_ptr() == its.data_ptr() for mine, its in pairs)
         assert whole.experts is layer.experts
 

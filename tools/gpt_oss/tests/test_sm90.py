@@ -26,15 +26,18 @@ def hopper() -> Any:
 
 
 @pytest.mark.slow
-def test_all_layers_in_one_launch(hopper: Any) -> None:
-    """The tokens are those of the layers' own kernels. Two sequences run these kernels."""
+@pytest.mark.parametrize(
+    ("dense_weights", "kernel"), [("none", "cutedsl_decoder_layers"), ("fp8", "cutedsl_decoder_layers_fp8_weights")]
+)
+def test_all_layers_in_one_launch(hopper: Any, dense_weights: str, kernel: str) -> None:
+    """The tokens are those of the layers' own kernels."""
     config = make_config(
-        hidden_size=96, intermediate_size=64, num_attention_heads=3, num_key_value_heads=1, head_dim=64, num_local_experts=8,
+        hidden_size=128, intermediate_size=64, num_attention_heads=3, num_key_value_heads=1, head_dim=64, num_local_experts=8,
         num_experts_per_tok=4, sliding_window=16, quantization="mxfp4",
     )  # fmt: skip
     prompts = random_prompts((5, 3), config.vocab_size)
     with hopper(seed=1):
-        model = GptOss(config, RandomTensors(config, 0, torch.bfloat16), torch.bfloat16)
+        model = GptOss(config, RandomTensors(config, 0, torch.bfloat16), torch.bfloat16, dense_weights=dense_weights)
         found = {}
         for one_call in (False, None):
             model.one_call = one_call
@@ -44,5 +47,5 @@ def test_all_layers_in_one_launch(hopper: Any) -> None:
                 completions = engine.generate([Request(prompt, 2 + 2 * index) for index, prompt in enumerate(prompts)])
             found[one_call] = [done.tokens for done in completions]
             kernels = {heard.kernel: heard.calls for heard in listener.heard() if heard.operator == OPERATOR}
-            assert kernels == ({} if one_call is False else {"cutedsl_decoder_layers": 2})
+            assert kernels == ({} if one_call is False else {kernel: 3})
     assert found[None] == found[False]

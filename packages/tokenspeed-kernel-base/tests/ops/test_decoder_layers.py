@@ -15,6 +15,7 @@ from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_dec
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
 from tokenspeed_kernel_base.ops.decoder.decoder_layers import decoder_layers
 from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
+from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -52,6 +53,30 @@ def test_the_layers_one_by_one(solution: str) -> None:
     torch.testing.assert_close(decoder_layers(**given, solution=solution), x)
     for name in ("k_cache", "v_cache"):
         torch.testing.assert_close(given[name], own[name], equal_nan=True)
+
+
+@pytest.mark.parametrize("solution", ["reference", "composed"])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss layers, narrow, fp8 dense weights, 3 tokens", "gpt-oss layers, narrow, mxfp4 dense weights"]
+)
+def test_quantised_weights_are_like_their_values(name: str, solution: str) -> None:
+    """With scales that are powers of two, bfloat16 represents all values of quantised weights."""
+    given, dense = drawn(CASES[name]), drawn(CASES[name])
+    quantised, layers = [], []
+    for layer in given["weights"].layers:
+        scales, values = {}, {}
+        for weight, scale in (("qkv", "qkv_scale"), ("projection", "projection_scale")):
+            codes, found = getattr(layer, weight), getattr(layer, scale)
+            scales[scale] = found if codes.dtype == torch.uint8 else found.log2().round().exp2()
+            operand = torch.empty(1, codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1), dtype=torch.bfloat16)
+            _, decoded = decode_operands("test", operand, codes.mT, None, scales[scale].mT)
+            values[weight] = decoded.mT.to(torch.bfloat16).contiguous()
+            assert torch.equal(values[weight].float(), decoded.mT)
+        quantised.append(dataclasses.replace(layer, **scales))
+        layers.append(dataclasses.replace(layer, **values, qkv_scale=None, projection_scale=None))
+    found = decoder_layers(**{**given, "weights": DecoderWeights(quantised)}, solution=solution)
+    wanted = decoder_layers(**{**dense, "weights": DecoderWeights(layers)}, solution=solution)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_the_result_may_replace_x() -> None:
@@ -97,6 +122,16 @@ def test_work_that_cannot_be_avoided() -> None:
     keys = (1024 + 128) / 2 * 2 * 8 * 64 * 2
     assert cost.bytes == pytest.approx(4 * (dense + experts + keys), rel=0.01)
     assert cost.flops == pytest.approx(4 * (dense + 6 * 4 * 2880 * 2880 + 4 * 4096 * (1024 + 128) / 2), rel=0.01)
+
+
+def test_the_bytes_of_fp8_weights() -> None:
+    costs = []
+    for weights in ("", ", fp8 dense weights"):
+        meta = OP.complete(CASES[f"gpt-oss-120b, 4 layers{weights}, decode 1 x 1024"].build("meta"))
+        costs.append(OP.cost_of({**meta, "cache_seqlens": torch.tensor([1024], dtype=torch.int32)}))
+    dense, fp8 = costs
+    assert dense.bytes - fp8.bytes == 4 * (5120 * 2880 + 2880 * 4096 - 4 * (5120 + 2880))
+    assert dense.flops == fp8.flops
 
 
 def layer(**changes: Any) -> DecoderLayer:

@@ -165,16 +165,16 @@ class GptOss:
     def _run_in_one_call(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> Tensor | None:
         """Runs all layers of a decode pass by `decoder_layers`, and returns the output, with the residual stream. Returns None if
         the layers' operators must be called one by one."""
-        if batch.phase is not Phase.DECODE or cache is None or self._decoder_weights is None:
+        if batch.phase is not Phase.DECODE or cache is None:
             return None
-        arguments = self._decoder_arguments(self._decoder_weights, hidden, batch, cache)
+        arguments = self._decoder_arguments(hidden, batch, cache)
         return self.ops.decoder_layers(**arguments) if self._runs_in_one_call(arguments) else None
 
-    def _decoder_arguments(self, weights: Any, hidden: Tensor, batch: Batch, cache: PagedKVCache) -> dict[str, Any]:
+    def _decoder_arguments(self, hidden: Tensor, batch: Batch, cache: PagedKVCache) -> dict[str, Any]:
         """Returns the arguments of `decoder_layers` for a decode pass."""
         return {
             "x": hidden,
-            "weights": weights,
+            "weights": self._decoder_weights,
             "k_cache": cache.all_k,
             "v_cache": cache.all_v,
             "page_table": batch.page_table,
@@ -342,10 +342,7 @@ class GptOss:
         )
 
     def _whole_layers(self) -> Any:
-        """Returns the weights of all layers for `decoder_layers`, which refer to the layers' own tensors; None if the operator does
-        not take them, because weights of attention are quantised."""
-        if self.dense_weights != "none":
-            return None
+        """Returns the weights of all layers for `decoder_layers`, which refer to the layers' own tensors."""
         return self.ops.DecoderWeights(
             [
                 self.ops.DecoderLayer(
@@ -360,6 +357,8 @@ class GptOss:
                     projection_bias=layer.output.bias,
                     sinks=layer.sinks,
                     router_bias=layer.router.bias,
+                    qkv_scale=None if layer.qkv.scale is None else layer.qkv.scale.t(),
+                    projection_scale=None if layer.output.scale is None else layer.output.scale.t(),
                 )
                 for layer in self.layers
             ],

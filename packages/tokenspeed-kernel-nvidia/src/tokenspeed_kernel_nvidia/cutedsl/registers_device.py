@@ -165,8 +165,13 @@ def factors_of_float16(bits: Int32):
     Args:
         bits: the float32 bit pattern of this lane's amax.
     """
-    exponent = cutlass.max(cute.arch.warp_redux_sync(bits, "max") >> 23, LEAST_EXPONENT)
+    exponent = exponent_of(cute.arch.warp_redux_sync(bits, "max"))
     return float_of((EXPONENT + 127 - exponent) << 23), float_of((exponent + 127 - EXPONENT) << 23)
+
+
+def exponent_of(bits: Int32) -> Int32:
+    """Returns the exponent field of the float32 bit pattern of an amax, at least `LEAST_EXPONENT`."""
+    return cutlass.max(bits >> 23, LEAST_EXPONENT)
 
 
 def widen_fp8(dtype: type[Numeric], word: Any) -> Any:

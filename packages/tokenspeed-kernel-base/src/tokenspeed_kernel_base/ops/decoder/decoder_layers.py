@@ -533,7 +533,13 @@ def _() -> list[Case]:
         Case("gpt-oss layers, narrow, 8 tokens", _inputs([5, 17, 1, 40, 2, 16, 33, 64], [-1, 7], *small, **experts)),
         Case("one layer, narrow, pages of 64", _inputs([70], [-1], 64, 1, 2, 64, 8, 2, 96, page_size=64, **experts)),
         Case("gpt-oss layers, narrow, fp8 dense weights, one token", _inputs([40], [9, -1], *wider, weights="fp8", **experts)),
-        Case("gpt-oss layers, narrow, fp8 dense weights, 3 tokens", _inputs([33, 1, 90], [-1, 15], *wider, weights="fp8", **experts)),
+        Case(
+            "gpt-oss layers, narrow, fp8 dense weights, 3 tokens", _inputs([33, 1, 90], [-1, 15], *wider, weights="fp8", **experts)
+        ),
+        Case(
+            "gpt-oss layers, narrow, fp8 dense weights, 6 tokens",
+            _inputs([5, 17, 1, 40, 2, 16], [-1, 7], *wider, weights="fp8", **experts),
+        ),
         Case("gpt-oss layers, narrow, mxfp4 dense weights", _inputs([21, 4], [9, -1], *small, weights="mxfp4", **experts)),
         Case("no bias of attention, float16", _inputs([9, 20], [-1, 5], 64, 2, 2, 32, 4, 2, 32, half, 8, bias=False)),
         Case("partial rotation, pages of 5", _inputs([11, 4, 2], [2, -1], 48, 2, 1, 16, 4, 1, 32, page_size=5, rotary_dim=8)),

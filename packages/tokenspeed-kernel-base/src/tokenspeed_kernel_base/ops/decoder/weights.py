@@ -25,8 +25,8 @@ class DecoderLayer:
 
     Attributes:
         input_norm: dtype ``[H]``, the norm before attention.
-        qkv: dtype ``[(heads + 2 * kv_heads) * D, H]``: the query heads, then the key heads, then the value heads. If dtype is float16
-            or bfloat16, qkv may also be quantised to fp8, mxfp8 or mxfp4, as the weight of `rmsnorm_qkv_rope`; mxfp4 packs two
+        qkv: dtype ``[(heads + 2 * kv_heads) * D, H]``: the query heads, then the key heads, then the value heads. With float16 or
+            bfloat16 tokens it may also be quantised to fp8, mxfp8 or mxfp4, like the weight of `rmsnorm_qkv_rope`. mxfp4 packs two
             elements in a byte.
         projection: dtype ``[H, heads * D]``, the projection of attention's output. It may be quantised like qkv.
         norm: dtype ``[H]``, the norm before the router and the experts.

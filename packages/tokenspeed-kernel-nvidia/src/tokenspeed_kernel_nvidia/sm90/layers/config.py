@@ -26,10 +26,11 @@ PAIRS = 32  # maximum number of (token, slot) pairs: one for each lane of a warp
 TILE = 8  # rows of dense weights in a ring stage: the MMA's n
 TILES = 5  # maximum number of tiles per CTA: 5120 rows of qkv on 132 SMs are 39 rows per CTA, five tiles of 8
 PART_BYTES = 1152  # maximum bytes of a row of dense weights in a ring stage, see `layout`: eight rows fill a stage
-CHUNK_BYTES = 64  # bytes of a row that a quad of lanes loads at once
+CHUNK_BYTES = 64  # bytes of a row of dense weights that a quad of lanes loads at once: a chunk
 Dense = Literal["bfloat16", "float8_e4m3fn"]
 DENSE: tuple[Dense, ...] = ("bfloat16", "float8_e4m3fn")  # formats of dense weights; float8_e4m3fn has a float32 scale for each row
-# The row pitch of activations is an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks.
+# The row pitch of activations is an odd multiple of 64 bytes. So two rows that a warp reads at once hit different banks. With fp8
+# weights, the last 64 bytes hold the exponents of the row's chunks, see `gemm_device`.
 WIDTH_PITCH = 2 * WIDTH + 64
 ROUTER_BYTES = 6144  # bytes of a CTA's rows of the router; one row of 2880 features takes 5760
 MOST_LAYERS = 48  # of a launch

@@ -2,9 +2,13 @@
 
 A stage holds a range of k of eight rows of the weights. These rows are the MMA's columns, and tokens are its rows. A warpgroup
 processes every third stage, and each of its warps every fourth chunk of 64 bytes of the stage's rows. The order of k within an MMA
-does not matter. So a lane loads 16 bytes of a row and the same 16 bytes of a token, which are the operands of two MMAs. With fp8
-weights, 16 bytes of a row and 32 bytes of a token are the operands of four MMAs: the weights are converted to bfloat16, exactly. The
-sums are multiplied by the rows' scales at the end, as in `mm`.
+does not matter. So a lane loads 16 bytes of a row and the same 16 bytes of a token, which are the operands of two MMAs.
+
+With fp8 weights, 16 bytes of a row and 32 bytes of a token are the operands of four MMAs. These MMAs use float16, because one
+instruction converts two e4m3 values to float16; a conversion to bfloat16 takes four. So tokens are converted to float16: each 64
+elements of a token (a chunk) are scaled by a power of two into float16's range. That is exact for all elements that are at least
+2^-31 of the chunk's largest. A chunk's sums are divided by its factor. At the end, sums are multiplied by the rows' scales, as in
+`mm`.
 """
 
 # mypy: ignore-errors
@@ -19,9 +23,19 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import skip
-from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, mma_m16n8k16, store_floats, widen_fp8
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import load_float_if, load_words_if
-from tokenspeed_kernel_nvidia.sm90.layers.config import CHUNK_BYTES, PART_BYTES, TILE, WIDTH_PITCH
+from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
+    EXPONENT,
+    exponent_of,
+    float_of,
+    load_floats,
+    mma_m16n8k16,
+    pack,
+    store_floats,
+    widen_fp8,
+    widened,
+)
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import load_float_if, load_words_if, read_byte, write_byte
+from tokenspeed_kernel_nvidia.sm90.layers.config import CHUNK_BYTES, PART_BYTES, TILE, WIDTH, WIDTH_PITCH
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import both_values, value_of, warp_sum
 from tokenspeed_kernel_nvidia.sm90.layers.split_device import Split
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import PART, QKV_PART, LayerCall
@@ -31,6 +45,8 @@ CHUNK = 8  # elements of a token that a thread normalises
 BFLOAT16 = 2  # `Vector.kind` of bfloat16
 _CHUNK_BITS = CHUNK_BYTES.bit_length() - 1
 _STEP = PANEL_STRIPS * CHUNK_BYTES  # bytes of a row that the four warps of a warpgroup load at once
+# Where a token has the exponents by which the sums of its chunks are multiplied, one byte for each: behind its elements.
+_EXPONENTS = 2 * WIDTH
 _LOADS = PART_BYTES // _STEP  # number of 16-byte loads of a lane in a full stage; the first warps have one more
 
 
@@ -72,6 +88,36 @@ class Gemm(Split):
                         both = [both_values(sums[2 * pair], sums[2 * pair + 1]) for pair in range(CHUNK // 2)]
                         store_words_shared(to + token * pitch + column * 2, both)
 
+    @cute.jit
+    def store_operand(self, at: Int32, column: Int32, words: list, live: Boolean):
+        """Stores eight elements of a token as an operand of `multiply_tiles`. All lanes of a warp call this method.
+
+        Args:
+            at: the address of the token.
+            column: the index of the first element.
+            words: the elements, bfloat16.
+            live: whether they are stored. It is the same for the eight lanes that have the elements of a chunk.
+        """
+        if const_expr(self.config.dense == "bfloat16"):
+            if live:
+                store_words_shared(at + column * 2, words)
+        else:
+            largest = Int32(0)
+            for word in words:
+                largest = cutlass.max(largest, cutlass.max(Int32(word << 16) & 0x7FFFFFFF, Int32(word) & 0x7FFF0000))
+            for power in cutlass.range_constexpr(3):
+                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << power))
+            exponent = exponent_of(largest)
+            factor = float_of((EXPONENT + 127 - exponent) << 23)
+            halves = []
+            for word in words:
+                low, high = widened(self.dtype, word)
+                halves.append(pack(cutlass.Float16, low * factor, high * factor))
+            if live:
+                store_words_shared(at + column * 2, halves)
+                if column % CHUNK_BYTES == 0:
+                    write_byte(at + _EXPONENTS + column // CHUNK_BYTES, exponent + (127 - EXPONENT))
+
     def scale_of(self, call: LayerCall, token: Int32) -> Float32:
         """Returns the reciprocal root mean square of a token, from the sums of squares that `load_rows` has stored."""
         square = Float32(0.0)
@@ -89,7 +135,7 @@ class Gemm(Split):
 
         Args:
             row_count: the number of this CTA's rows of weights.
-            row_bytes: bytes of a row of weights, and of a token.
+            row_bytes: bytes of a row of weights.
             of_qkv: whether this is the GEMM of qkv.
 
         Returns:
@@ -101,12 +147,10 @@ class Gemm(Split):
         parts = (row_bytes + part_bytes - 1) // part_bytes
         tiles = (row_count + TILE - 1) // TILE
         inside = strip * CHUNK_BYTES + lane % 4 * 16
-        loads = self.token_loads
         # Lanes without a token load nothing: for few tokens, shared memory is read mostly for the weights.
         live = lane // 4 < call.tokens
-        tokens_at = call.attended_at + cutlass.min(lane // 4, call.tokens - 1) * WIDTH_PITCH + inside
-        if const_expr(loads == 2):
-            tokens_at += strip * CHUNK_BYTES
+        token_at = call.attended_at + cutlass.min(lane // 4, call.tokens - 1) * WIDTH_PITCH
+        tokens_at = token_at + inside
         row = lane // 4
         sums = cute.make_rmem_tensor((_LOADS, 4), Float32)
         for tile in cutlass.range(tiles, unroll=1):
@@ -114,23 +158,16 @@ class Gemm(Split):
             part = (group + 2 * (tile * parts)) % GROUPS  # the first part that this warpgroup computes
             while part < parts:
                 call.pipe.wait(at)
-                left_at = tokens_at + part * part_bytes
-                if const_expr(loads == 2):
-                    left_at += part * part_bytes
                 size = cutlass.min(row_bytes - part * part_bytes, part_bytes)  # of a row
                 # The two chunks of each 128 bytes of odd rows are swapped, unless rows have an odd number of chunks.
                 swapped = row & ~(size >> _CHUNK_BITS) & 1
                 right_at = call.ring + at.stage * self.config.stage_bytes + row * size + (inside ^ swapped << _CHUNK_BITS)
                 left_bytes = size - strip * CHUNK_BYTES  # of a row, from this warp's first chunk on
-                # Without a branch for each chunk, all chunks' loads are issued together.
-                if left_bytes > self.least_bytes:
-                    self.multiply_chunks(sums, left_at, right_at, range(_LOADS), live, left_bytes)
-                    if left_bytes > _LOADS * _STEP:
-                        self.multiply_chunks(sums, left_at, right_at, [_LOADS], live)
-                elif const_expr(self.least_bytes > 0):
-                    for each in cutlass.range_constexpr(_LOADS - 1):
-                        if each * _STEP < left_bytes:
-                            self.multiply_chunks(sums, left_at, right_at, [each], live)
+                if const_expr(self.config.dense == "bfloat16"):
+                    self.multiply_part(sums, tokens_at + part * part_bytes, right_at, left_bytes, live)
+                else:
+                    chunk = (part * part_bytes >> _CHUNK_BITS) + strip  # this warp's first one
+                    self.multiply_fp8(sums, token_at, chunk, right_at, left_bytes, lane, live)
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 part += GROUPS
@@ -146,50 +183,94 @@ class Gemm(Split):
             at = skip(at, GROUPS, self.stages)
         return at
 
-    @property
-    def token_loads(self) -> int:
-        """The number of 16-byte loads of a token for 16 bytes of a row of weights."""
-        return 2 // self.config.dense_bytes
-
-    @property
-    def least_bytes(self) -> int:
-        """If more bytes than this are left of a row, all loads of a full stage are issued together, see `multiply_chunks`."""
-        return (_LOADS - 1) * _STEP if self.config.dense == "bfloat16" else 0
-
-    def multiply_chunks(
-        self, sums: cute.Tensor, left_at: Int32, right_at: Int32, chunks: Any, live: Boolean, left_bytes: Int32 | None = None
-    ) -> None:
-        """Adds the MMAs of some of this warp's chunks of rows.
+    @cute.jit
+    def multiply_part(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, left_bytes: Int32, live: Boolean):
+        """Adds the MMAs of this warp's chunks of a stage.
 
         Args:
+            left_at, right_at: where this lane's first 16 bytes of its token and of its row are.
+            left_bytes: the bytes that are left of a row from this warp's first chunk on.
             live: whether this lane has a token.
-            left_bytes: the bytes that are left of a row, for fp8 weights. Chunks beyond these bytes are multiplied by 0: a row of
-                2880 bytes has three or four chunks for each warp, and all warps shall issue their loads together. In place of such
-                a chunk, the row's first one is loaded, which is finite or makes the row's result NaN anyway.
         """
-        loads = self.token_loads
-        left, right = [], []
-        for each in chunks:
-            known, at = live, each * _STEP
-            if loads == 2 and left_bytes is not None and each > 0:
-                inside = each * _STEP < left_bytes
-                known, at = live & inside, cutlass.select_(inside, Int32(each * _STEP), Int32(0))
-            words = []
-            for load in range(loads):
-                words += [*load_words_if(left_at + (each * loads * _STEP + load * CHUNK_BYTES), known, "shared")]
-            left.append(words)
-            right.append([*load_words("shared", right_at + at, 4)])
-        for step in range(2 * loads):
+        # Without a branch for each chunk, all chunks' loads are issued together.
+        if left_bytes > (_LOADS - 1) * _STEP:
+            self.multiply_chunks(sums, left_at, right_at, range(_LOADS), live)
+            if left_bytes > _LOADS * _STEP:
+                self.multiply_chunks(sums, left_at, right_at, [_LOADS], live)
+        else:
+            for each in cutlass.range_constexpr(_LOADS - 1):
+                if each * _STEP < left_bytes:
+                    self.multiply_chunks(sums, left_at, right_at, [each], live)
+
+    def multiply_chunks(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, chunks: Any, live: Boolean) -> None:
+        """Adds the MMAs of some of this warp's chunks of rows. ``live``: whether this lane has a token."""
+        left = [load_words_if(left_at + each * _STEP, live, "shared") for each in chunks]
+        right = [[*load_words("shared", right_at + each * _STEP, 4)] for each in chunks]
+        for half in range(2):
             for index, each in enumerate(chunks):
-                operand = (left[index][2 * step], Uint32(0), left[index][2 * step + 1], Uint32(0))
+                operand = (left[index][2 * half], Uint32(0), left[index][2 * half + 1], Uint32(0))
                 acc = [sums[each % _LOADS, number] for number in range(4)]
-                acc = mma_m16n8k16(self.dtype, acc, operand, self.operand_of(right[index], step))
+                acc = mma_m16n8k16(self.dtype, acc, operand, right[index][2 * half : 2 * half + 2])
                 for number in range(4):
                     sums[each % _LOADS, number] = acc[number]
 
-    def operand_of(self, words: list, step: int) -> Any:
-        """Returns an MMA's operand of this lane's weights. ``words``: 16 bytes of a row."""
-        return words[2 * step : 2 * step + 2] if self.token_loads == 1 else widen_fp8(self.dtype, words[step])
+    @cute.jit
+    def multiply_fp8(
+        self, sums: cute.Tensor, token_at: Int32, chunk: Int32, right_at: Int32, left_bytes: Int32, lane: Int32, live: Boolean
+    ):
+        """Does `multiply_part` for fp8 weights. Only the first two of each four sums are used.
+
+        Args:
+            token_at: the address of this lane's token.
+            chunk: the index of this warp's first chunk.
+        """
+        left_at, exponents_at = token_at + chunk * (2 * CHUNK_BYTES) + lane % 4 * 16, token_at + _EXPONENTS + chunk
+        if left_bytes > (_LOADS - 1) * _STEP:
+            self.multiply_fp8_chunks(sums, left_at, exponents_at, right_at, live, range(_LOADS), None)
+            if left_bytes > _LOADS * _STEP:
+                self.multiply_fp8_chunks(sums, left_at, exponents_at, right_at, live, [_LOADS], None)
+        elif left_bytes > 0:
+            self.multiply_fp8_chunks(sums, left_at, exponents_at, right_at, live, range(_LOADS - 1), left_bytes)
+
+    def multiply_fp8_chunks(
+        self,
+        sums: cute.Tensor,
+        left_at: Int32,
+        exponents_at: Int32,
+        right_at: Int32,
+        live: Boolean,
+        chunks: Any,
+        left_bytes: Int32 | None,
+    ) -> None:
+        """Adds the MMAs of some of this warp's chunks of fp8 weights.
+
+        If ``left_bytes`` is given, chunks beyond these bytes of a row are multiplied by 0: all warps shall issue all loads
+        together, also those with fewer chunks. In place of such a chunk the first one is loaded, which is finite or makes the row's
+        result NaN anyway.
+
+        The four words of a lane's load of a token are an MMA's left operand as they are. So words 1 and 3 are in rows 8 to 15.
+        With the weights that belong to words 0 and 2, the MMA's rows 0 to 7 are used. Another MMA has the weights that belong to
+        words 1 and 3, and its rows 8 to 15 are used.
+        """
+        left, right, exponents = [], [], []
+        for each in chunks:
+            known, step = live, Int32(each * PANEL_STRIPS)  # chunks after this warp's first one
+            if left_bytes is not None and each > 0:
+                inside = each * _STEP < left_bytes
+                known, step = live & inside, cutlass.select_(inside, step, Int32(0))
+            left.append([load_words_if(left_at + (2 * each * _STEP + half * CHUNK_BYTES), known, "shared") for half in range(2)])
+            right.append([*load_words("shared", right_at + step * CHUNK_BYTES, 4)])
+            exponents.append(read_byte(exponents_at + step))
+        acc = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in chunks]
+        for half in range(2):
+            for index, _ in enumerate(chunks):
+                weights = [pair for word in right[index][2 * half : 2 * half + 2] for pair in widen_fp8(cutlass.Float16, word)]
+                for odd in range(2):
+                    acc[index][odd] = mma_m16n8k16(cutlass.Float16, acc[index][odd], left[index][half], weights[odd::2])
+        for index, each in enumerate(chunks):
+            factor = float_of(Int32(exponents[index]) << 23)
+            for number in range(2):
+                sums[each % _LOADS, number] += (acc[index][0][number] + acc[index][1][2 + number]) * factor
 
     def load_scale(self, call: LayerCall, column: int, rows: Int32, row_bytes: Int32, row: Int32, live: Boolean) -> Any:
         """Loads the scale of a row of fp8 weights if ``live`` holds; returns None for other weights.
@@ -199,13 +280,13 @@ class Gemm(Split):
             rows, row_bytes: the number of rows of all CTAs, which the scales follow, and the bytes of a row.
             row: the index of the row.
         """
-        if self.token_loads == 1:
+        if self.config.dense == "bfloat16":
             return None
         return load_float_if(call.address(column) + Int64(rows) * row_bytes + Int64(row) * 4, live)
 
     def sum_of_warps(self, call: LayerCall, token: Int32, row: Int32, scale: Any) -> Float32:
-        """Returns an element of the GEMM's result without bias: the sum of the warps' partial sums, times the scale of `load_scale`.
-        ``row``: the index among this CTA's rows of weights."""
+        """Returns an element of the GEMM's result without bias: the sum of the warps' partial sums, times the scale from
+        `load_scale`. ``row``: the index among this CTA's rows of weights."""
         total = Float32(0.0)
         for each in range(MMA_WARPS):
             place = (each * call.tokens + token) * self.config.rows_of_cta + row

@@ -6,8 +6,8 @@ Weights of all these steps pass through one ring buffer per SM, so the producer 
 
 The kernel reads the experts in the layout of `mxfp4.layout`, which `moe_apply` reads too. It has its own copies of the weights of
 qkv and of the projection, in the layout of `layout`, made at the first call: for the 36 layers of GPT-OSS-120B 1.9 GB, or 0.95 GB
-if these weights are fp8. For each pair of weights and caches, a table of addresses is kept, of 4 KB for 36 layers. Each stream, each
-captured launch and each number of tokens has its own scratch memory, of about 2 MB for GPT-OSS-120B.
+if these weights are fp8. For each pair of weights and caches, a table of addresses is kept, of 4 KB for 36 layers. Each stream,
+each captured launch and each number of tokens has its own scratch memory, of about 2 MB for GPT-OSS-120B.
 
 Forward progress. CTAs wait for one another, so all CTAs of a launch must run at once, see `kernel_device`. The launch is
 cooperative: the driver starts either all CTAs or none. So a launch waits while other streams' kernels occupy SMs, also another
@@ -479,7 +479,9 @@ class PersistentLayers:
         heads = weights[0].projection.shape[1] // HEAD_DIM
         config = config or config_of(min(tokens, max(TOKENS)), dense=dense_of(weights[0]))
         if config.dense != dense_of(weights[0]):
-            raise ValueError(f"persistent layers: the configuration is for dense weights in {config.dense}, not {dense_of(weights[0])}")
+            raise ValueError(
+                f"persistent layers: the configuration is for dense weights in {config.dense}, not {dense_of(weights[0])}"
+            )
         ctas = sm_count_of(weights[0].qkv.get_device()) if ctas is None else ctas
         self._launch = launch_of(plan, layers, tokens, heads, keys.shape[2], ctas, config, eps, scale, polls)
         for index, layer in enumerate(weights):

@@ -8,8 +8,8 @@ A part is contiguous, with its rows one after the other. Lanes read 64 bytes of 
 different banks. So if rows of a part are multiples of 128 bytes, the two halves of each 128 bytes of odd rows are swapped.
 
 A lane loads 16 bytes of fp8 weights with two 16-byte loads of a token. Each of these loads must take neighbouring bytes for
-neighbouring lanes, too. So each 64 fp8 weights are stored in this order: for each lane of a quad, 8 of the first 32 elements, then 8
-of the last 32. The scales of the rows follow the rows.
+neighbouring lanes, too. So each 64 fp8 weights are stored in this order: for each lane of a quad, 8 of the first 32 elements, then
+8 of the last 32. The scales of the rows follow the rows.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
 from tokenspeed_kernel_nvidia.sm90.layers.attend_device import Attend
 from tokenspeed_kernel_nvidia.sm90.layers.config import ATTENDED, TOTALS, WIDTH_PITCH
@@ -44,10 +44,10 @@ class Project(Attend):
             self.load_words_of_all(call, addresses, words, call.tag)
             for each in cutlass.range_constexpr(_AT_ONCE):
                 chunk = begin + each * PREPARING_THREADS + thread
-                if chunk < count:
-                    token = Int32(0) if const_expr(self.config.tokens == 1) else chunk // chunks
-                    both = [both_values(words[each * CHUNK + 2 * pair], words[each * CHUNK + 2 * pair + 1]) for pair in range(4)]
-                    store_words_shared(call.attended_at + token * WIDTH_PITCH + (chunk - token * chunks) * (2 * CHUNK), both)
+                token = Int32(0) if const_expr(self.config.tokens == 1) else chunk // chunks
+                both = [both_values(words[each * CHUNK + 2 * pair], words[each * CHUNK + 2 * pair + 1]) for pair in range(4)]
+                at = call.attended_at + token * WIDTH_PITCH
+                self.store_operand(at, (chunk - token * chunks) * CHUNK, both, chunk < count)
 
     @cute.jit
     def project(self, call: LayerCall, warp: Int32, at: Any):

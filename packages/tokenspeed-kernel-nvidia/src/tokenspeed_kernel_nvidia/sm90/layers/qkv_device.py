@@ -13,7 +13,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, release_add, store_words_shared
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, release_add
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import pack, widened
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
 from tokenspeed_kernel_nvidia.sm90.layers.config import OUT, QKV, TOTALS, WIDTH_PITCH
@@ -91,10 +91,9 @@ class Qkv(Gemm):
             factors += [*widened(self.dtype, word)]
         for token in cutlass.range(call.tokens, unroll=1):
             scale = self.scale_of(call, token)
-            at = call.attended_at + token * WIDTH_PITCH + column * 2
+            at = call.attended_at + token * WIDTH_PITCH
             words = []
-            for pair, word in enumerate(load_words("shared", at, 4)):
+            for pair, word in enumerate(load_words("shared", at + column * 2, 4)):
                 low, high = widened(self.dtype, word)
                 words.append(pack(self.dtype, low * scale * factors[2 * pair], high * scale * factors[2 * pair + 1]))
-            if live:
-                store_words_shared(at, words)
+            self.store_operand(at, column, words, live)
