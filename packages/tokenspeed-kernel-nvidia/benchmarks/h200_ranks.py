@@ -32,7 +32,7 @@ import tokenspeed_kernel as ops
 from tokenspeed_kernel import DecoderWeights, ProcessGroup
 from tokenspeed_kernel.workbench.benchmark import write_result
 from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
-from tokenspeed_kernel_nvidia.sm90.layers.config import ACTIVATED, OUT, QKV, TOTALS, config_of
+from tokenspeed_kernel_nvidia.sm90.layers.config import ACTIVATED, ATTENDED, EXCHANGES, LOGITS, OUT, PARTIALS, QKV, TOTALS, config_of
 from tokenspeed_kernel_nvidia.sm90.layers.launch import PersistentLayers
 
 RANKS = 2
@@ -42,19 +42,18 @@ SAME = ("input_norm", "norm", "router", "router_bias")  # weights that are equal
 # The options of `config_of` of each variant.
 CHOICES: dict[str, dict[str, Any]] = {
     "served": {},
+    "missing words": {"apart": 1},
+    "all, then missing words": {"apart": 2},
+    "pauses": {"apart": 3},
+    "words of activations": {"counted": tuple(each for each in EXCHANGES if each != QKV)},
+    "words of attention": counted(QKV, ACTIVATED, ATTENDED),
+    "words of partial results": counted(QKV, ACTIVATED, PARTIALS),
+    "words of logits": counted(QKV, ACTIVATED, LOGITS),
     "words of sums": counted(QKV, ACTIVATED, TOTALS, OUT),
-    "2, 2, 7, 2 in flight": {"in_flight": (2, 2, 7, 2)},
-    "3, 3, 7, 2 in flight": {"in_flight": (3, 3, 7, 2)},
-    "6, 6, 7, 2 in flight": {"in_flight": (6, 6, 7, 2)},
-    "9, 9, 7, 2 in flight": {"in_flight": (9, 9, 7, 2)},
-    "4, 4, 4, 2 in flight": {"in_flight": (4, 4, 4, 2)},
-    "4, 4, 9, 4 in flight": {"in_flight": (4, 4, 9, 4)},
-    "4, 4, 7, 4 in flight": {"in_flight": (4, 4, 7, 4)},
-    "4, 4, 7, 1 in flight": {"in_flight": (4, 4, 7, 1)},
-    "4, 4, 7, 3 in flight": {"in_flight": (4, 4, 7, 3)},
+    "words of totals": counted(QKV, ACTIVATED, TOTALS),
     "4, 4, 12, 2 in flight": {"in_flight": (4, 4, 12, 2)},
-    "4, 8, 7, 2 in flight": {"in_flight": (4, 8, 7, 2)},
-    "8, 4, 7, 2 in flight": {"in_flight": (8, 4, 7, 2)},
+    "9 begun": {"begun_in_flight": 6},
+    "18 begun": {"begun_in_flight": 18},
 }
 
 

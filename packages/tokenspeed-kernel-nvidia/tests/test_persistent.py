@@ -62,8 +62,8 @@ class Model:
         keys: int,
         page_size: int = 16,
         device: torch.device = CPU,
-        seed: int = 0,
         dense: str = "bfloat16",
+        seed: int = 0,
     ) -> None:
         """``keys``: the largest number of keys of a sequence; ``dense``: the format of the weights of qkv and of the projection.
         Layers alternate between a window and all keys."""

@@ -32,11 +32,6 @@ def relaxed_add(address: Any, value: Any) -> None:
     cute.arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def far_add(address: Any, value: Any) -> None:
-    """Like `relaxed_add`, for a counter in any GPU's memory."""
-    cute.arch.inline_ptx("red.relaxed.sys.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
 def exchange_add(address: Any, value: Any) -> Any:
     """Adds to a flag and returns the flag's former value, with acquire and release semantics."""
     return cute.arch.inline_ptx(

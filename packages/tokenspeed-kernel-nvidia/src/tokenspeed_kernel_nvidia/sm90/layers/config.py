@@ -43,8 +43,6 @@ LAYER_COUNTERS = COUNTERS + PAIRS + 4  # even, because the 64-bit words of a tra
 # Indices of words before the layers' counters: the number of CTAs that have finished, the tag of the last launch's last layer, and
 # the error flag.
 LEFT, TAG, FAILED = 0, 1, 2
-# The index of the first of two counters of other ranks' stores: of the input or output of a layer, and of ``totals``.
-ARRIVED = 3
 HEAD_WORDS = 32
 # The exchanges of rows between CTAs. An exchange uses a counter in global memory, and readers wait until all CTAs have counted up.
 # Or readers poll the words themselves: each 32-bit word holds a bfloat16 and the layer's tag. This saves a fence, an atomic and a
@@ -105,6 +103,7 @@ class Config(StreamConfig):
     begun_in_flight: int = STAGES
     trace: bool = False
     tiles_of_cta: int = TILES
+    apart: int = 0
     dense: Dense = "bfloat16"
     ranks: int = 1
 
@@ -173,6 +172,7 @@ def config_of(
     tiles: int = TILES,
     dense: Dense = "bfloat16",
     ranks: int = 1,
+    apart: int = 0,
 ) -> Config:
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
     room = next(room for room in TOKENS if room >= tokens)
@@ -185,7 +185,7 @@ def config_of(
         in_flight = (4, 4, 7, 2) if room == 1 else (4, 3, 9, 4)
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
-        in_flight=in_flight, begun_in_flight=begun_in_flight, trace=trace, tiles_of_cta=tiles, dense=dense, ranks=ranks,
+        in_flight=in_flight, begun_in_flight=begun_in_flight, trace=trace, tiles_of_cta=tiles, dense=dense, ranks=ranks, apart=apart,
     )  # fmt: skip
 
 

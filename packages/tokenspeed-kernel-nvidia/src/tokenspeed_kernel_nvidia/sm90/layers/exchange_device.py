@@ -15,9 +15,8 @@ float32, and 8 bits of the tag.
 A CTA overwrites an addend of one sum only after it has read the addends of the other sum from all CTAs of all ranks. Each CTA
 stores those after it has read the addends that are overwritten. So no word is overwritten too early, and 8 bits suffice.
 
-The counters of layers count this GPU's CTAs. Two further counters count the stores of the other ranks' CTAs since the memory was
-zeroed: one store for each layer, and one when a launch begins, because the first layer's input has a tag, too. So the expected
-value follows from the tag. They are never reset: another rank may begin the next launch before this rank's launch has ended.
+Counters count this GPU's CTAs only: counters of the other ranks' stores made a layer 0.7 us slower. After that, a thread loads only
+the words of those ranks again whose words it lacks.
 
 A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
 more than once. So a launch always ends, whatever went wrong. The launch's results are then NaN.
@@ -32,15 +31,13 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.cutedsl.memory_device import far_add, load_number, load_words, relaxed_add, release_add
+from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_number, load_words, relaxed_add, release_add
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import opt_barrier, pack, permute_bytes, widened
-from tokenspeed_kernel_nvidia.sm90.layers.config import ARRIVED, FAILED, OUT, TOTALS
+from tokenspeed_kernel_nvidia.sm90.layers.config import FAILED
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import GIVEN_UP, LayerCall, storage_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.kernel_device import Stream
 from tokenspeed_kernel_nvidia.sm90.moe.stream.mma_device import CONSUMING
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import PREPARING_THREADS, as_float
-
-SUMS = (OUT, TOTALS)  # the exchanges of sums over ranks
 
 
 def load_tagged(address: Any, scope: str = "gpu") -> Any:
@@ -139,36 +136,6 @@ class Exchange(Stream):
         """Announces this CTA's stores of words, after these stores. Does nothing if readers poll the words themselves."""
         if const_expr(index in self.config.counted):
             self.tell_all(call, index)
-            self.tell_others(call, index)
-
-    @cute.jit
-    def tell_others(self, call: LayerCall, index: cutlass.Constexpr[int]):
-        """Adds 1 to the other ranks' counters of stores, if the words are addends of a sum over ranks."""
-        if const_expr(self.config.ranks > 1 and index in SUMS):
-            thread, _, _ = cute.arch.thread_idx()
-            if thread < self.config.ranks - 1:
-                far_add(self.arrived_at(call, index) + call.others[thread], Int32(1))
-
-    def arrived_at(self, call: LayerCall, index: int) -> Int64:
-        """Returns the address of this rank's counter of the other ranks' stores."""
-        return call.given.head + 4 * (ARRIVED + SUMS.index(index))
-
-    @cute.jit
-    def await_others(self, call: LayerCall, index: cutlass.Constexpr[int], behind: cutlass.Constexpr[int]):
-        """Makes a warp wait until the other ranks' CTAs have counted their stores, see `await_all`."""
-        if cute.arch.lane_idx() == 0:
-            ctas, _, _ = cute.arch.grid_dim()
-            wanted = (call.tag - behind) * ctas * (self.config.ranks - 1)
-            left = self.polls_of(call)
-            counter = self.arrived_at(call, index)
-            # The tag has 16 bits, and so has the number of missing stores, which is far smaller.
-            missing = wanted - Int32(load_words("relaxed.sys.global", counter, 1)) << 16
-            while (missing > 0) & (left > 0):
-                missing = wanted - Int32(load_words("relaxed.sys.global", counter, 1)) << 16
-                left -= 1
-            if missing > 0:
-                self.give_up(call)
-        cute.arch.sync_warp()
 
     @cute.jit
     def await_all(
@@ -177,29 +144,20 @@ class Exchange(Stream):
         """Waits until the counter of an exchange equals ``value``, before loads of words. Does nothing if the loads themselves poll
         the words. ``behind``: how many layers earlier the words were stored."""
         if const_expr(index in self.config.counted):
-            if warp == 0:
-                self.await_count(call, call.counter_of(opt_barrier(call.index) - behind, index), value)
-                if const_expr(self.config.ranks > 1 and index in SUMS):
-                    if call.index >= behind:  # the first layer's input is this rank's
-                        self.await_others(call, index, behind)
-            self.synchronise()
+            self.meet(call, warp, call.counter_of(opt_barrier(call.index) - behind, index), value)
 
     @cute.jit
-    def load_words_of_all(
-        self, call: LayerCall, addresses: list, words: cute.Tensor, tag: Int32, of_ranks: cutlass.Constexpr[bool] = False
-    ):
-        """Loads four words at each address, again and again until all have the tag. ``of_ranks``: the words are addends that ranks
-        have stored."""
-        scope, mask = ("sys", 0xFF) if const_expr(of_ranks) else ("gpu", 0xFFFF)
+    def load_words_of_all(self, call: LayerCall, addresses: list, words: cute.Tensor, tag: Int32):
+        """Loads four words at each address, again and again until all have the tag."""
         left = self.polls_of(call)
         missing = Int32(1)
         while (missing != 0) & (left > 0):
             missing = Int32(0)
             for each in cutlass.range_constexpr(len(addresses)):
-                four = load_tagged(addresses[each], scope)
+                four = load_tagged(addresses[each])
                 for number in cutlass.range_constexpr(4):
                     words[4 * each + number] = four[number]
-                    missing |= (Int32(four[number]) ^ tag) & mask
+                    missing |= (Int32(four[number]) ^ tag) & 0xFFFF
             left -= 1
         if missing != 0:
             self.give_up(call)
@@ -226,6 +184,47 @@ class Exchange(Stream):
         """Returns the address of a rank's word. ``row``: the address of the words of rank 0 ``[tokens, hidden]``; ``element``: an
         index in these words."""
         return row + (Int64(rank) * (call.given.tokens * call.layer.hidden) + element) * 4
+
+    @cute.jit
+    def load_addends(self, call: LayerCall, addresses: list, words: cute.Tensor, tag: Int32):
+        """Loads four words of each rank at each address, see `addends_at`, until all have the tag.
+
+        Args:
+            addresses: for each rank, the addresses of its words.
+            words: receives the words, in the order of ranks and addresses.
+        """
+        ranks = len(addresses)
+        left = self.polls_of(call)
+        missing = cute.make_rmem_tensor((ranks,), Int32)
+        missing.fill(1)
+        if const_expr(self.config.apart == 2):
+            for rank in cutlass.range_constexpr(ranks):
+                missing[rank] = self.load_words_of(addresses, rank, words, tag)
+        lacks = Int32(1)
+        while (lacks != 0) & (left > 0):
+            lacks = Int32(0)
+            for rank in cutlass.range_constexpr(ranks):
+                if const_expr(self.config.apart in (1, 2)):
+                    if missing[rank] != 0:
+                        missing[rank] = self.load_words_of(addresses, rank, words, tag)
+                else:
+                    missing[rank] = self.load_words_of(addresses, rank, words, tag)
+                lacks |= missing[rank]
+            if const_expr(self.config.apart == 3):
+                if lacks != 0:
+                    cute.arch.inline_ptx("nanosleep.u32 100;")
+            left -= 1
+        if lacks != 0:
+            self.give_up(call)
+
+    def load_words_of(self, addresses: list, rank: int, words: cute.Tensor, tag: Int32) -> Int32:
+        """Loads four words of a rank at each address, see `load_addends`. The result is not 0 if a word lacks the tag."""
+        missing, count = Int32(0), len(addresses[rank])
+        for each, address in enumerate(addresses[rank]):
+            for number, word in enumerate(load_tagged(address, "sys")):
+                words[4 * (rank * count + each) + number] = word
+                missing |= (Int32(word) ^ tag) & 0xFF
+        return missing
 
     def sum_of(self, words: list) -> Uint32:
         """Returns the sum of the ranks' words of an element, rounded to bfloat16. Both halves of the result hold the sum."""

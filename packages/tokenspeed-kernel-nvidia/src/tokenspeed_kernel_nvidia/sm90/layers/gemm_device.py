@@ -66,17 +66,20 @@ class Gemm(Split):
         words = cute.make_rmem_tensor((some * ranks * CHUNK,), Uint32)
         words.fill(0)
         for begin in cutlass.range(0, call.tokens, some, unroll=1):
-            addresses = []
+            addresses = [[] for _ in range(ranks)]
             for each in cutlass.range_constexpr(some):
                 token = cutlass.min(begin + each, call.tokens - 1)
                 for rank in cutlass.range_constexpr(ranks):
                     at = self.addends_at(call, source, token * hidden + column, rank)
-                    addresses += [at, at + 16]
-            self.load_words_of_all(call, addresses, words, tag, ranks > 1)
+                    addresses[rank] += [at, at + 16]
+            if const_expr(ranks == 1):
+                self.load_words_of_all(call, addresses[0], words, tag)
+            else:
+                self.load_addends(call, addresses, words, tag)
             for each in cutlass.range_constexpr(some):
                 token = begin + each
                 square = Float32(0.0)
-                sums = [self.sum_of([words[(each * ranks + r) * CHUNK + at] for r in range(ranks)]) for at in range(CHUNK)]
+                sums = [self.sum_of([words[(r * some + each) * CHUNK + at] for r in range(ranks)]) for at in range(CHUNK)]
                 for number in cutlass.range_constexpr(CHUNK):
                     value = value_of(sums[number])
                     square += value * value

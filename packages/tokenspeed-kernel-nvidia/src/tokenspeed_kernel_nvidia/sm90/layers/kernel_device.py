@@ -425,8 +425,8 @@ class Persistent(Route):
         quad, end = call.kept[FIRST_QUAD] + self.thread(), call.kept[END_QUAD]
         to = call.output_of(call.given.layers - 1)
         while quad < end:
-            addresses = [self.addends_at(call, call.given.outputs, quad * 4, rank) for rank in ranks]
-            self.load_words_of_all(call, addresses, words, call.tag, True)
+            addresses = [[self.addends_at(call, call.given.outputs, quad * 4, rank)] for rank in ranks]
+            self.load_addends(call, addresses, words, call.tag)
             sums = [self.sum_of([words[4 * rank + each] for rank in ranks]) for each in range(4)]
             gave_up = call.kept[GIVEN_UP] != 0
             both = [both_values(sums[2 * half], sums[2 * half + 1]) for half in range(2)]

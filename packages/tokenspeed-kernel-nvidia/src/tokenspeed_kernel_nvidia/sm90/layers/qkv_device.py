@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, const_expr, cute
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import load_words, release_add
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import pack, widened
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Vector
-from tokenspeed_kernel_nvidia.sm90.layers.config import OUT, QKV, TOTALS, WIDTH_PITCH
+from tokenspeed_kernel_nvidia.sm90.layers.config import OUT, QKV, WIDTH_PITCH
 from tokenspeed_kernel_nvidia.sm90.layers.exchange_device import store_addend, store_tagged
 from tokenspeed_kernel_nvidia.sm90.layers.gemm_device import BFLOAT16, CHUNK, Gemm
 from tokenspeed_kernel_nvidia.sm90.layers.tile_device import INPUT_NORM, QKV_BIAS, QKV_WEIGHT, LayerCall
@@ -49,9 +49,6 @@ class Qkv(Gemm):
             self.synchronise()
             if self.thread() == 0:
                 release_add(call.counter_of(Int32(-1), OUT), Int32(1))
-            self.tell_others(call, OUT)
-        if const_expr(TOTALS in self.config.counted):
-            self.tell_others(call, TOTALS)
 
     @cute.jit
     def project_qkv(self, call: LayerCall, warp: Int32, at: Any):
