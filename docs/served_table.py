@@ -151,7 +151,10 @@ OTHERS = (
     Part("gated activations", ("-", "no: compiled by vLLM", "`TOKENSPEED_SGLANG_ACTIVATIONS`", "on")),
     Part("rotary embeddings", ("on", "no hook", "`TOKENSPEED_SGLANG_ROPE`", "no hook")),
     Part("sampling", ("on", "no hook", "`TOKENSPEED_SGLANG_SAMPLING`", "no hook")),
-    Part("gated delta rule, state space, convolution", ("-", "no: not implemented", "no: not implemented", "no hook")),
+    Part("whole decode step", ("on", "no hook", "`--enable-nvidia-megakernel` (0.5.23), GPT-OSS on Hopper", "no hook")),
+    Part("gated delta rule of prompts", ("-", "`TOKENSPEED_VLLM_DELTA_RULE`", "no: its kernels have fixed names", "no hook")),
+    Part("gated delta rule of decode steps", ("-", "no hook", "no: its kernels have fixed names", "no hook")),
+    Part("state space, convolution", ("-", "no hook but for a whole layer", "no: not implemented", "no hook")),
     Part("speculation", ("-", "attention of drafts that are no trees", "no: rejected by name", "no")),
     Part("tensor parallelism", ("on", "with vLLM's collectives", "with SGLang's collectives", "no")),
 )

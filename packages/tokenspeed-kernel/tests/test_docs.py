@@ -228,6 +228,17 @@ def test_callers_are_found_in_the_sources(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(callers) == len(operator_module.operators())
 
 
+def test_each_operator_without_a_caller_has_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    table = importlib.import_module("callers_table")
+    lines = table.idle_table().splitlines()
+    assert lines[0] == f"{len(lines) - 4} of {len(operator_module.operators())} operators have no caller."
+    monkeypatch.setitem(table.IDLE, "moe_apply", "It has callers.")
+    monkeypatch.delitem(table.IDLE, "bmm")
+    with pytest.raises(ValueError, match=r"differs in \['bmm', 'moe_apply'\]"):
+        table.idle_table()
+
+
 def test_engines_parts_name_kernels_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table's switches are the plugins' settings, and each of their parts is in the table."""
     monkeypatch.syspath_prepend(str(DOCS))
