@@ -6,6 +6,7 @@ vLLM's layer calls functions for decode steps and for the convolution, which no 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -29,7 +30,7 @@ class DeltaRule(ChunkGatedDeltaRule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.own = self._forward_method
+        self.own: Callable[..., Any] = vars(self)["_forward_method"]  # vLLM's choice
         self._forward_method = self.run
         # Heads and dtypes of a call -> whether a kernel of ours serves it.
         self.served: dict[tuple[Any, ...], bool] = {}
