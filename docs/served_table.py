@@ -234,9 +234,10 @@ def measured_table(engine: str, folder: Path | None = None) -> str:
                 found.append((file.stem, name, ratios))
     if not found:
         return "Nothing has been measured with these models yet."
-    rows = [f"| model | variant | {' | '.join(labels)} | geometric mean |", "|---|---|" + "--:|" * (len(labels) + 1)]
+    ordered = sorted(labels, key=lambda label: (not label.startswith("decode"), int(label.partition(" ")[2] or 0)))
+    rows = [f"| model | variant | {' | '.join(ordered)} | geometric mean |", "|---|---|" + "--:|" * (len(ordered) + 1)]
     for model, name, ratios in found:
-        cells = (f"{ratios[label]:.2f}" if label in ratios else "" for label in labels)
+        cells = (f"{ratios[label]:.2f}" if label in ratios else "" for label in ordered)
         mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios.values()))
         rows.append(f"| {model} | `{name}` | {' | '.join(cells)} | {mean:.2f} |")
     return "\n".join(rows)

@@ -16,12 +16,13 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import ChunkGatedDeltaRule
 
 from tokenspeed_kernel_base.served import NotServedError, kernel_for
-from tokenspeed_kernel_vllm.settings import CORE
+from tokenspeed_kernel_vllm.settings import CORE, WHY_OFF
 
 # The type is Any, because calls with options in a dict match no overload of the operators for type checkers.
 OPS: Any = import_module(CORE)
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
+SWITCH = "TOKENSPEED_VLLM_DELTA_RULE"
 _STATES = (torch.float32, torch.bfloat16)
 
 
@@ -99,6 +100,7 @@ class DeltaRule(ChunkGatedDeltaRule):
                 logger.warning_once("tokenspeed_kernel_vllm: the gated delta rule runs on vLLM's own: %s", str(error))
                 self.served[key] = False
             else:
-                logger.info_once("tokenspeed_kernel_vllm: the gated delta rule of prompts by %s (not measured)", chosen.name)
+                text = "tokenspeed_kernel_vllm: the gated delta rule of prompts by %s (%s; off by default: %s)"
+                logger.info_once(text, chosen.name, SWITCH, WHY_OFF[SWITCH])
                 self.served[key] = True
         return self.served[key]
