@@ -282,7 +282,7 @@ def test_a_plugins_speed_is_relative_to_the_engines_own(monkeypatch: pytest.Monk
     assert served.measured_table("vllm", tmp_path).splitlines()[2:] == expected
     assert marks("measured") == sorted(served.RESULTS)
     for engine in served.RESULTS:
-        assert re.search(r"^\|---.*\n\| gpt-oss", served.measured_table(engine), re.MULTILINE), engine
+        assert re.search(r"^\| gpt-oss", served.measured_table(engine), re.MULTILINE), engine
 
 
 def test_the_configuration_file_has_every_key(tmp_path: Path) -> None:
