@@ -60,7 +60,6 @@ IDLE = {
     "ssd_prefill": _STATE,
     "layernorm": "Yes, by your own engine. In transformers, PyTorch's `LayerNorm` is one kernel already, so it stays.",
     "qk_rmsnorm": "Hardly: `qk_rmsnorm_rope_store_kv_cache` does it with all that follows, and the example below calls that.",
-    "rmsnorm_gated": "Yes, by hybrid models; vLLM's gated norm has a hook, which the plugin does not use yet.",
     "rmsnorm_quantize": "Yes, by an engine that quantises once for several fp8 linear layers; the plugins quantise in `linear`.",
     "dequantize_fp8": _CHECKPOINTS,
     "dequantize_mxfp8": _CHECKPOINTS,

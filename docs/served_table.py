@@ -154,6 +154,7 @@ OTHERS = (
     Part("whole decode step", ("on", "no hook", "`--enable-nvidia-megakernel` (0.5.23), GPT-OSS on Hopper", "no hook")),
     Part("gated delta rule of prompts", ("-", "`TOKENSPEED_VLLM_DELTA_RULE`", "no: its kernels have fixed names", "no hook")),
     Part("gated delta rule of decode steps", ("-", "no hook", "no: its kernels have fixed names", "no hook")),
+    Part("gated norms", ("-", "`TOKENSPEED_VLLM_GATED_NORMS`", "no: not implemented", "no")),
     Part("state space, convolution", ("-", "no hook but for a whole layer", "no: not implemented", "no hook")),
     Part("speculation", ("-", "attention of drafts that are no trees", "no: rejected by name", "no")),
     Part("tensor parallelism", ("on", "with vLLM's collectives", "with SGLang's collectives", "no")),

@@ -202,6 +202,11 @@ HOOKS = [
             "core_attn_out"
         ),
     ),
+    Hook(
+        "vllm.model_executor.layers.layernorm.RMSNormGated.__init__",
+        words("self hidden_size eps group_size norm_before_gate device dtype activation"),
+    ),
+    Hook("vllm.model_executor.layers.layernorm.RMSNormGated.forward_native", words("self x z")),
     Hook("vllm.ir.ops.rms_norm.register_impl", words("provider supported supports_args"), partial=True),
     Hook("vllm.ir.ops.fused_add_rms_norm.register_impl", words("provider supported supports_args"), partial=True),
     Hook("vllm.model_executor.utils.replace_parameter", words("layer param_name"), partial=True),

@@ -19,7 +19,8 @@ MLA_BACKEND = "tokenspeed_kernel_vllm.mla.backend.LatentBackend"
 MLA_PREFILL = "tokenspeed_kernel_vllm.mla.prefill.LatentPrefill"
 QUANTIZATION = "gpt_oss_mxfp4"
 # Names of the vLLM classes that this plugin replaces as a whole.
-DENSE, ROUTERS, DELTA_RULE = "UnquantizedFusedMoEMethod", "ReplicatedLinear", "ChunkGatedDeltaRule"
+DENSE, ROUTERS = "UnquantizedFusedMoEMethod", "ReplicatedLinear"
+DELTA_RULE, GATED_NORM = "ChunkGatedDeltaRule", "RMSNormGated"
 
 
 def register_parts(settings: Settings) -> None:
@@ -39,6 +40,7 @@ def register_parts(settings: Settings) -> None:
         ("ModelOpt layers", fp4, _register_modelopt),
         ("Quark layers", fp4, _register_quark),
         ("gated delta rule", settings.delta_rule and core_is_there(), _register_delta_rule),
+        ("gated norms", settings.gated_norms and core_is_there(), _register_gated_norms),
     ]
     for name, wanted, add in parts:
         if not wanted:
@@ -105,6 +107,14 @@ def _register_delta_rule() -> None:
     from tokenspeed_kernel_vllm.delta_rule import DeltaRule
 
     _replace("gated delta rule", DELTA_RULE, DeltaRule, CustomOp)
+
+
+def _register_gated_norms() -> None:
+    from vllm.model_executor.custom_op import CustomOp
+
+    from tokenspeed_kernel_vllm.gated_norms import GatedNorm
+
+    _replace("gated norms", GATED_NORM, GatedNorm, CustomOp)
 
 
 def _register_norms() -> None:
