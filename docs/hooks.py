@@ -24,7 +24,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file by its path
 
 from backends_table import backends_table
-from callers_table import callers_table
+from callers_table import callers_table, idle_table
 from coverage_table import coverage_table
 from figure_plots import PLOTS, devices_table, stylesheet, table
 from served_table import measured_table, served_table
@@ -184,6 +184,11 @@ def _callers(argument: str, page: str) -> str:
     return callers_table()
 
 
+def _idle(argument: str, page: str) -> str:
+    """Returns the table of the operators without a caller."""
+    return idle_table()
+
+
 def _served(argument: str, page: str) -> str:
     """The parts of models, with the kernels and the engines that run them, as a table."""
     return served_table()
@@ -213,6 +218,7 @@ _GENERATORS: dict[str, Callable[[str, str], str]] = {
     "coverage": _coverage,
     "backends": _backends,
     "callers": _callers,
+    "idle": _idle,
     "served": _served,
     "measured": _measured,
     "tables": _tables,

@@ -151,7 +151,11 @@ OTHERS = (
     Part("gated activations", ("-", "no: compiled by vLLM", "`TOKENSPEED_SGLANG_ACTIVATIONS`", "on")),
     Part("rotary embeddings", ("on", "no hook", "`TOKENSPEED_SGLANG_ROPE`", "no hook")),
     Part("sampling", ("on", "no hook", "`TOKENSPEED_SGLANG_SAMPLING`", "no hook")),
-    Part("gated delta rule, state space, convolution", ("-", "no: not implemented", "no: not implemented", "no hook")),
+    Part("whole decode step", ("on", "no hook", "`--enable-nvidia-megakernel` (0.5.23), GPT-OSS on Hopper", "no hook")),
+    Part("gated delta rule of prompts", ("-", "`TOKENSPEED_VLLM_DELTA_RULE`", "no: its kernels have fixed names", "no hook")),
+    Part("gated delta rule of decode steps", ("-", "no hook", "no: its kernels have fixed names", "no hook")),
+    Part("gated norms", ("-", "`TOKENSPEED_VLLM_GATED_NORMS`", "no: not implemented", "no")),
+    Part("state space, convolution", ("-", "no hook but for a whole layer", "no: not implemented", "no hook")),
     Part("speculation", ("-", "attention of drafts that are no trees", "no: rejected by name", "no")),
     Part("tensor parallelism", ("on", "with vLLM's collectives", "with SGLang's collectives", "no")),
 )
@@ -231,9 +235,10 @@ def measured_table(engine: str, folder: Path | None = None) -> str:
                 found.append((file.stem, name, ratios))
     if not found:
         return "Nothing has been measured with these models yet."
-    rows = [f"| model | variant | {' | '.join(labels)} | geometric mean |", "|---|---|" + "--:|" * (len(labels) + 1)]
+    ordered = sorted(labels, key=lambda label: (not label.startswith("decode"), int(label.partition(" ")[2] or 0)))
+    rows = [f"| model | variant | {' | '.join(ordered)} | geometric mean |", "|---|---|" + "--:|" * (len(ordered) + 1)]
     for model, name, ratios in found:
-        cells = (f"{ratios[label]:.2f}" if label in ratios else "" for label in labels)
+        cells = (f"{ratios[label]:.2f}" if label in ratios else "" for label in ordered)
         mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios.values()))
         rows.append(f"| {model} | `{name}` | {' | '.join(cells)} | {mean:.2f} |")
     return "\n".join(rows)

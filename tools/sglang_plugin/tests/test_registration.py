@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -15,7 +16,7 @@ pytest.importorskip("tokenspeed_kernel_sglang", reason="needs the plugin: `nox -
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from tokenspeed_kernel_sglang import parts, receipt
+from tokenspeed_kernel_sglang import parts, receipt, register_decode_step
 from tokenspeed_kernel_sglang.layers import HOOKS
 from tokenspeed_kernel_sglang.record import record
 from tokenspeed_kernel_sglang.settings import Settings, read_settings
@@ -54,9 +55,16 @@ def test_invalid_settings(env: dict[str, str], message: str) -> None:
         read_settings(env)
 
 
-def test_entry_point() -> None:
-    found = [entry for entry in entry_points(group="sglang.srt.plugins") if entry.value == "tokenspeed_kernel_sglang:register"]
-    assert [entry.name for entry in found] == ["tokenspeed_kernel"]
+def test_entry_points() -> None:
+    found = {entry.value: entry.name for entry in entry_points(group="sglang.srt.plugins")}
+    assert found["tokenspeed_kernel_sglang:register"] == "tokenspeed_kernel"
+    assert found["tokenspeed_kernel_sglang:register_decode_step"] == "nvidia_megakernel"  # the name that SGLang asks for
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang.kernels") is not None, reason="SGLang from 0.5.23 on has the slot")
+def test_releases_without_the_slot_of_decode_steps(registered: dict[str, Any]) -> None:
+    register_decode_step()
+    assert registered == {}
 
 
 def test_importing_the_package_imports_no_engine() -> None:

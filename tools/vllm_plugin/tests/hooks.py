@@ -195,6 +195,18 @@ HOOKS = [
     Hook(f"{QUANTIZATION}.quark.quark.QuarkLinearMethod"),
     Hook(f"{QUANTIZATION}.quark.schemes.QuarkOCP_MX"),
     Hook(f"{QUANTIZATION}.utils.quant_utils.kNvfp4Static"),
+    Hook(
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.ChunkGatedDeltaRule.forward_native",
+        words(
+            "self q k v g beta initial_state output_final_state cu_seqlens chunk_indices chunk_offsets use_qk_l2norm_in_kernel "
+            "core_attn_out"
+        ),
+    ),
+    Hook(
+        "vllm.model_executor.layers.layernorm.RMSNormGated.__init__",
+        words("self hidden_size eps group_size norm_before_gate device dtype activation"),
+    ),
+    Hook("vllm.model_executor.layers.layernorm.RMSNormGated.forward_native", words("self x z")),
     Hook("vllm.ir.ops.rms_norm.register_impl", words("provider supported supports_args"), partial=True),
     Hook("vllm.ir.ops.fused_add_rms_norm.register_impl", words("provider supported supports_args"), partial=True),
     Hook("vllm.model_executor.utils.replace_parameter", words("layer param_name"), partial=True),

@@ -28,6 +28,7 @@ from vllm_routed import EXPERTS, HIDDEN, INTERMEDIATE, check, inputs, layer_of, 
 import tokenspeed_kernel_vllm
 from tokenspeed_kernel_vllm.experts import planning, routed
 from tokenspeed_kernel_vllm.experts.packed import CompressedFp4Experts, Fp4Experts, ModelOptFp4Experts
+from tokenspeed_kernel_vllm.settings import WHY_OFF
 
 OURS = {"compressed": CompressedFp4Experts, "modelopt": ModelOptFp4Experts, "quark": Fp4Experts}
 EXPERT_KINDS = [kind for kind in KINDS if kind not in ("modelopt mixed", "compressed mxfp4a16")]
@@ -125,7 +126,8 @@ def test_a_layer(one_process: Any, said: list[str], kind: str) -> None:
     check(run(one_process, layer, x, logits), expected(kind, tensors, x, logits))
     assert method.get_fused_moe_quant_config(layer.routed_experts) is None
     assert said == [
-        f"tokenspeed_kernel_vllm: {KINDS[kind][1]} (TOKENSPEED_VLLM_OTHER_EXPERTS) experts by {method.served.plan.kernel}; "
+        f"tokenspeed_kernel_vllm: {KINDS[kind][1]} (TOKENSPEED_VLLM_OTHER_EXPERTS; off by default: "
+        f"{WHY_OFF['TOKENSPEED_VLLM_OTHER_EXPERTS']}) experts by {method.served.plan.kernel}; "
         "routing separate; activations unrounded (TOKENSPEED_VLLM_ACTIVATIONS)"
     ]
 

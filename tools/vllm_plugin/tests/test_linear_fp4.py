@@ -30,6 +30,7 @@ from vllm_linear import check_compiled_whole
 import tokenspeed_kernel_vllm
 from tokenspeed_kernel_vllm import linear_planned, sizes
 from tokenspeed_kernel_vllm.linear_fp4 import Fp4Linear
+from tokenspeed_kernel_vllm.settings import WHY_OFF
 
 IN, PARTS, PREFIX = 64, (32, 48), "model.layers.0.mlp.gate_up_proj"
 INPUT_SCALE, SCALE = 3 / 2048, 5 / 4096  # global scales, as multipliers
@@ -124,7 +125,7 @@ def test_a_layer(fp4: Any, said: list[str], kind: str) -> None:
     _, fmt, activations = KINDS[kind]
     assert said == [
         f"tokenspeed_kernel_vllm: {fmt} linear layers ({format_of} with {activations} activations, activations none) by "
-        f"{layer.quant_method.plan.kernel} (TOKENSPEED_VLLM_FP4_LINEAR; off by default, because it was not measured)"
+        f"{layer.quant_method.plan.kernel} (TOKENSPEED_VLLM_FP4_LINEAR; off by default: {WHY_OFF['TOKENSPEED_VLLM_FP4_LINEAR']})"
     ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 tokenspeed_kernel_vllm = pytest.importorskip("tokenspeed_kernel_vllm", reason="needs the plugin: `nox -s vllm` installs it")
 
-from tokenspeed_kernel_vllm.settings import Settings, read_settings
+from tokenspeed_kernel_vllm.settings import PREFIX, WHY_OFF, Settings, read_settings
 
 
 def test_importing_imports_neither_vllm_nor_pytorch() -> None:
@@ -176,3 +176,11 @@ def test_a_hook_that_is_missing_leaves_its_part_out(registered: Any, monkeypatch
     assert said[0].startswith("tokenspeed_kernel_vllm: no attention, because a hook of vLLM")
     assert "register_backend" in said[0]
     assert get_quantization_config("gpt_oss_mxfp4").__name__ == "GptOssConfig"
+
+
+def test_the_readme_says_why_parts_are_off() -> None:
+    lines = (Path(__file__).parents[1] / "README.md").read_text().splitlines()
+    for name, reason in WHY_OFF.items():
+        (line,) = (line for line in lines if line.startswith(f"| `{name}` |"))
+        assert line.endswith(f"off by default: {reason} |"), name
+        assert not getattr(Settings(), name.removeprefix(PREFIX).lower())

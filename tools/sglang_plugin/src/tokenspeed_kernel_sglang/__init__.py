@@ -13,7 +13,7 @@ from tokenspeed_kernel_sglang.version import __version__
 if TYPE_CHECKING:
     from tokenspeed_kernel_base.served import Receipt
 
-__all__ = ["__version__", "receipt", "register"]
+__all__ = ["__version__", "receipt", "register", "register_decode_step"]
 
 
 def register() -> None:
@@ -30,6 +30,19 @@ def register() -> None:
     from tokenspeed_kernel_sglang.settings import read_settings
 
     register_parts(read_settings())
+
+
+def register_decode_step() -> None:
+    """Fills SGLang's slot for kernels that run a whole decode step, which ``--enable-nvidia-megakernel`` selects. This function is
+    the entry point ``nvidia_megakernel``, a name that SGLang prescribes, in the group ``sglang.srt.plugins``. Releases before
+    0.5.23 have no slot, and nothing happens.
+
+    Raises:
+        ValueError: another package has filled the slot for GPT-OSS.
+    """
+    from tokenspeed_kernel_sglang.parts import register_decode_step
+
+    register_decode_step()
 
 
 def receipt() -> Receipt:

@@ -19,6 +19,8 @@ QUANTIZATION = "mxfp4"
 # SGLang's built-in sampling backends for GPUs, which our sampler replaces. Under another name, SGLang's own sampler, which runs the
 # batches that ours does not serve, would reject the name.
 SAMPLERS = ("flashinfer", "pytorch")
+# SGLang's method that makes the caches of all layers.
+POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal"
 # The names of SGLang's built-in backends that select our backend in this process.
 _replaced: set[str] = set()
 # The names of SGLang's methods that this plugin has hooked in this process, and "sampling".
@@ -27,11 +29,8 @@ _hooked: set[str] = set()
 
 def register_parts(settings: Settings) -> None:
     """Registers each enabled part. A part whose hook is missing is logged and skipped."""
-    wrong = wrong_distributions()
-    for found in wrong:
-        logger.error("tokenspeed_kernel_sglang: %s; %s", found, found.remedy)
-    if any(found.name == "tokenspeed-kernel" for found in wrong):
-        return  # the other project's core has functions of the same names with other meanings
+    if not _is_our_core():
+        return
     parts: list[tuple[str, bool, Callable[[], None]]] = [
         ("attention", settings.attention, lambda: _register_attention(settings.attention_replaces)),
         ("experts", settings.experts, _register_experts),
@@ -48,6 +47,39 @@ def register_parts(settings: Settings) -> None:
         except (ImportError, AttributeError, TypeError) as error:  # a moved or changed hook raises one of these
             release = version("sglang")
             logger.error("tokenspeed_kernel_sglang: no %s, because a hook of SGLang %s is missing: %s", name, release, error)
+
+
+def register_decode_step() -> None:
+    """Fills SGLang's slot for kernels that run a whole decode step. Releases before 0.5.23 have no slot; nothing happens then."""
+    if not _is_our_core():
+        return
+    try:
+        from sglang.kernels.plugin_kernels.nvidia.spec import register
+    except ImportError:
+        logger.info("tokenspeed_kernel_sglang: SGLang %s has no slot for kernels of a whole step", version("sglang"))
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from tokenspeed_kernel_sglang.megakernel import stacked_caches
+
+    register(architecture="GptOssForCausalLM", path="tokenspeed_kernel_sglang.megakernel:SPEC")
+    if POOL not in _hooked:
+        pkgutil.resolve_name(POOL)  # raises an error if the method is missing, which SGLang itself would only log
+        _hooked.add(POOL)
+        HookRegistry.register(POOL, stacked_caches, HookType.AROUND)
+
+
+def replaced() -> frozenset[str]:
+    """Returns the names of SGLang's backends that select our attention backend in this process."""
+    return frozenset(_replaced)
+
+
+def _is_our_core() -> bool:
+    """Whether the installed core is ours; logs distributions of another project that has functions of the same names."""
+    wrong = wrong_distributions()
+    for found in wrong:
+        logger.error("tokenspeed_kernel_sglang: %s; %s", found, found.remedy)
+    return all(found.name != "tokenspeed-kernel" for found in wrong)
 
 
 def _register_attention(replaced: tuple[str, ...]) -> None:

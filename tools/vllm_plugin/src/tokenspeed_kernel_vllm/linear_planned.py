@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from tokenspeed_kernel_base.served import NotServedError, plan_for
 from tokenspeed_kernel_vllm.loading import release
-from tokenspeed_kernel_vllm.settings import CORE, core_is_there
+from tokenspeed_kernel_vllm.settings import CORE, WHY_OFF, core_is_there
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warm_once
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
@@ -139,10 +139,9 @@ class PlannedLinear(LinearMethodBase):
         device = given.weight.device
         self.weights = self.ops.linear.prepare(given, self.plan)
         release(layer, self.stored(), self.weights)
-        text = (
-            "tokenspeed_kernel_vllm: %s linear layers (%s, activations %s) by %s (%s; off by default, because it was not measured)"
-        )
-        logger.info_once(text, self.what, self.kind(), self.plan.activation_dtype, self.plan.kernel, self.switch)
+        text = "tokenspeed_kernel_vllm: %s linear layers (%s, activations %s) by %s (%s; off by default: %s)"
+        plan, switch = self.plan, self.switch
+        logger.info_once(text, self.what, self.kind(), plan.activation_dtype, plan.kernel, switch, WHY_OFF[switch])
         warm_once("linear layers", self.plan, device, lambda tokens: self.warm(tokens, device))
 
     @torch.inference_mode()

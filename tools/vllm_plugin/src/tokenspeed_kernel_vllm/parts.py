@@ -20,6 +20,7 @@ MLA_PREFILL = "tokenspeed_kernel_vllm.mla.prefill.LatentPrefill"
 QUANTIZATION = "gpt_oss_mxfp4"
 # Names of the vLLM classes that this plugin replaces as a whole.
 DENSE, ROUTERS = "UnquantizedFusedMoEMethod", "ReplicatedLinear"
+DELTA_RULE, GATED_NORM = "ChunkGatedDeltaRule", "RMSNormGated"
 
 
 def register_parts(settings: Settings) -> None:
@@ -38,6 +39,8 @@ def register_parts(settings: Settings) -> None:
         ("compressed-tensors layers", settings.fp8_linear or fp4, _register_compressed),
         ("ModelOpt layers", fp4, _register_modelopt),
         ("Quark layers", fp4, _register_quark),
+        ("gated delta rule", settings.delta_rule and core_is_there(), _register_delta_rule),
+        ("gated norms", settings.gated_norms and core_is_there(), _register_gated_norms),
     ]
     for name, wanted, add in parts:
         if not wanted:
@@ -96,6 +99,22 @@ def _register_dense_experts() -> None:
     from tokenspeed_kernel_vllm.experts.routed import DenseExperts
 
     _replace("unquantised experts", DENSE, DenseExperts, CustomOp)
+
+
+def _register_delta_rule() -> None:
+    from vllm.model_executor.custom_op import CustomOp
+
+    from tokenspeed_kernel_vllm.delta_rule import DeltaRule
+
+    _replace("gated delta rule", DELTA_RULE, DeltaRule, CustomOp)
+
+
+def _register_gated_norms() -> None:
+    from vllm.model_executor.custom_op import CustomOp
+
+    from tokenspeed_kernel_vllm.gated_norms import GatedNorm
+
+    _replace("gated norms", GATED_NORM, GatedNorm, CustomOp)
 
 
 def _register_norms() -> None:

@@ -14,8 +14,18 @@ PREFIX = "TOKENSPEED_VLLM_"
 CORE = "tokenspeed_kernel"  # the package that has all operators, which is called the core
 _NAMES = (
     *("ATTENTION", "MLA", "EXPERTS", "OTHER_EXPERTS", "ACTIVATIONS", "LINEAR", "FP8_LINEAR", "FP4_LINEAR", "FP4_ACTIVATIONS"),
-    *("PACKAGE", "WARMUP", "RECEIPTS"),
+    *("DELTA_RULE", "GATED_NORMS", "PACKAGE", "WARMUP", "RECEIPTS"),
 )
+# Why parts are off by default: their speed on an H200 relative to vLLM's own kernels (docs/engines.md). The log and the README say
+# the same. A part is on only if none of its measured rows is below 0.98.
+WHY_OFF = {
+    PREFIX + "MLA": "no faster than vLLM's own in DeepSeek-V3, 0.98 to 1.00",
+    PREFIX + "OTHER_EXPERTS": "slower in Qwen3-30B-A3B in fp8 at batch 16, 0.96",
+    PREFIX + "FP8_LINEAR": "measured in Llama-3.1-8B at batch 1 only, 1.05",
+    PREFIX + "FP4_LINEAR": "slower in Llama-3.1-8B in NVFP4 at batch 16, 0.96",
+    PREFIX + "DELTA_RULE": "not measured",
+    PREFIX + "GATED_NORMS": "not measured",
+}
 _FLAGS = {"1": True, "0": False}
 # Formats to which experts can round activations without scales from the checkpoint.
 ACTIVATIONS = ("none", "fp8", "mxfp4")
@@ -46,6 +56,10 @@ class Settings:
         fp4_linear: whether MXFP4 and NVFP4 linear layers use the core's ``linear`` (``TOKENSPEED_VLLM_FP4_LINEAR``, 0 by default).
         fp4_activations: whether these layers round activations to the checkpoint's format (``TOKENSPEED_VLLM_FP4_ACTIVATIONS``, 0
             by default).
+        delta_rule: whether the gated delta rule of prompts runs on our kernels if one is eligible
+            (``TOKENSPEED_VLLM_DELTA_RULE``, 0 by default).
+        gated_norms: whether the gated norms of hybrid models run on our kernels if one is eligible
+            (``TOKENSPEED_VLLM_GATED_NORMS``, 0 by default).
         package: the package whose attention functions are called (``TOKENSPEED_VLLM_PACKAGE``); None for the core if it is
             installed, otherwise the first vendor's wheel with an eligible kernel.
         warmup: whether kernels are warmed up in all sizes before the first request (``TOKENSPEED_VLLM_WARMUP``, 1 by default).
@@ -62,6 +76,8 @@ class Settings:
     fp8_linear: bool = False
     fp4_linear: bool = False
     fp4_activations: bool = False
+    delta_rule: bool = False
+    gated_norms: bool = False
     package: str | None = None
     warmup: bool = True
     receipts: Path | None = None
@@ -99,6 +115,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         fp8_linear=flag("FP8_LINEAR", "0"),
         fp4_linear=flag("FP4_LINEAR", "0"),
         fp4_activations=flag("FP4_ACTIVATIONS", "0"),
+        delta_rule=flag("DELTA_RULE", "0"),
+        gated_norms=flag("GATED_NORMS", "0"),
         package=package,
         warmup=flag("WARMUP"),
         receipts=Path(folder) if (folder := env.get(PREFIX + "RECEIPTS")) else None,

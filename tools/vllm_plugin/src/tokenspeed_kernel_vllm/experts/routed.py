@@ -21,8 +21,10 @@ from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm.experts.method import arrange, ids_of_rank
 from tokenspeed_kernel_vllm.experts.planning import find_plan, say_served
 from tokenspeed_kernel_vllm.linear_fp8 import fp8_linear
-from tokenspeed_kernel_vllm.settings import CORE, read_settings
+from tokenspeed_kernel_vllm.settings import CORE, WHY_OFF, read_settings
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warm_once
+
+SWITCH = "TOKENSPEED_VLLM_OTHER_EXPERTS"
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
@@ -44,7 +46,7 @@ class _Served:
     def arrange(self, layer: Any, **more: Tensor) -> None:
         device = getattr(layer, f"w13_{self.weight}").device
         self.weights = arrange(layer, self.plan, self.ops, self.scale, self.weight, **more)
-        say_served(f"{self.plan.weight_format} (TOKENSPEED_VLLM_OTHER_EXPERTS)", self.plan)
+        say_served(f"{self.plan.weight_format} ({SWITCH}; off by default: {WHY_OFF[SWITCH]})", self.plan)
         warm_once("experts", self.plan, device, lambda tokens: self.warm(layer, tokens, device))
 
     @torch.inference_mode()

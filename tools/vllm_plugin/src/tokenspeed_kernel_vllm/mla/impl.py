@@ -14,8 +14,8 @@ from vllm.v1.attention.backend import AttentionType
 
 from tokenspeed_kernel_base.served_latent import LatentShape
 from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES
-from tokenspeed_kernel_vllm.mla.serving import find_latent
-from tokenspeed_kernel_vllm.settings import read_settings
+from tokenspeed_kernel_vllm.mla.serving import SWITCH, find_latent
+from tokenspeed_kernel_vllm.settings import WHY_OFF, read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
@@ -78,8 +78,8 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):
             device=torch.get_default_device(),
         )
         self.serving = find_latent(shape, read_settings().package)
-        text = "tokenspeed_kernel_vllm: latent attention by %s (TOKENSPEED_VLLM_MLA; off by default, because it was not measured)"
-        logger.info_once(text, ", ".join(self.serving.kernels))
+        text = "tokenspeed_kernel_vllm: latent attention by %s (%s; off by default: %s)"
+        logger.info_once(text, ", ".join(self.serving.kernels), SWITCH, WHY_OFF[SWITCH])
 
     def do_kv_cache_update(
         self,

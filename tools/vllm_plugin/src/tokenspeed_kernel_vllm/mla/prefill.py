@@ -14,8 +14,8 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from tokenspeed_kernel_base.served_latent import PrefillShape
-from tokenspeed_kernel_vllm.mla.serving import find_prefill
-from tokenspeed_kernel_vllm.settings import read_settings
+from tokenspeed_kernel_vllm.mla.serving import SWITCH, find_prefill
+from tokenspeed_kernel_vllm.settings import WHY_OFF, read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
@@ -38,8 +38,7 @@ class LatentPrefill(MLAPrefillBackend):
             device=torch.get_default_device(),
         )
         self._prefill, kernel = find_prefill(shape, read_settings().package)
-        text = "tokenspeed_kernel_vllm: MLA prefill by %s (TOKENSPEED_VLLM_MLA; off by default, because it was not measured)"
-        logger.info_once(text, kernel)
+        logger.info_once("tokenspeed_kernel_vllm: MLA prefill by %s (%s; off by default: %s)", kernel, SWITCH, WHY_OFF[SWITCH])
 
     @staticmethod
     def get_name() -> str:

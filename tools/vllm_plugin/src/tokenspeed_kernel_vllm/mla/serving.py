@@ -13,6 +13,7 @@ from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_base.served_latent import LatentShape, PrefillShape
 from tokenspeed_kernel_vllm.attention.serving import NOBODY, PAGE_SIZES, Answer, answer, packages
 
+SWITCH = "TOKENSPEED_VLLM_MLA"
 NAMES = ("mla_decode_with_kvcache", "mla_extend_with_kvcache", "store_mla_kv_cache")
 
 
