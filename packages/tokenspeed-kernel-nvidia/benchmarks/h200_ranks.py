@@ -42,9 +42,6 @@ SAME = ("input_norm", "norm", "router", "router_bias")  # weights that are equal
 # The options of `config_of` of each variant.
 CHOICES: dict[str, dict[str, Any]] = {
     "served": {},
-    "missing words": {"apart": 1},
-    "all, then missing words": {"apart": 2},
-    "pauses": {"apart": 3},
     "words of activations": {"counted": tuple(each for each in EXCHANGES if each != QKV)},
     "words of attention": counted(QKV, ACTIVATED, ATTENDED),
     "words of partial results": counted(QKV, ACTIVATED, PARTIALS),
@@ -52,7 +49,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "words of sums": counted(QKV, ACTIVATED, TOTALS, OUT),
     "words of totals": counted(QKV, ACTIVATED, TOTALS),
     "4, 4, 12, 2 in flight": {"in_flight": (4, 4, 12, 2)},
-    "9 begun": {"begun_in_flight": 6},
+    "6 begun": {"begun_in_flight": 6},
     "18 begun": {"begun_in_flight": 18},
 }
 

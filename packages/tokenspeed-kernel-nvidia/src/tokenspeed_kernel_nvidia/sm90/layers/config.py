@@ -103,7 +103,6 @@ class Config(StreamConfig):
     begun_in_flight: int = STAGES
     trace: bool = False
     tiles_of_cta: int = TILES
-    apart: int = 0
     dense: Dense = "bfloat16"
     ranks: int = 1
 
@@ -172,7 +171,6 @@ def config_of(
     tiles: int = TILES,
     dense: Dense = "bfloat16",
     ranks: int = 1,
-    apart: int = 0,
 ) -> Config:
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
     room = next(room for room in TOKENS if room >= tokens)
@@ -185,7 +183,7 @@ def config_of(
         in_flight = (4, 4, 7, 2) if room == 1 else (4, 3, 9, 4)
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
-        in_flight=in_flight, begun_in_flight=begun_in_flight, trace=trace, tiles_of_cta=tiles, dense=dense, ranks=ranks, apart=apart,
+        in_flight=in_flight, begun_in_flight=begun_in_flight, trace=trace, tiles_of_cta=tiles, dense=dense, ranks=ranks,
     )  # fmt: skip
 
 

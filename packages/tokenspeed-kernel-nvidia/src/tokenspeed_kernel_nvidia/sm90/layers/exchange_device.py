@@ -15,8 +15,8 @@ float32, and 8 bits of the tag.
 A CTA overwrites an addend of one sum only after it has read the addends of the other sum from all CTAs of all ranks. Each CTA
 stores those after it has read the addends that are overwritten. So no word is overwritten too early, and 8 bits suffice.
 
-Counters count this GPU's CTAs only: counters of the other ranks' stores made a layer 0.7 us slower. After that, a thread loads only
-the words of those ranks again whose words it lacks.
+Counters count this GPU's CTAs only: counters of the other ranks' stores made a layer of one token 0.7 us slower. A thread first
+loads the words of all ranks, and then again the words of those ranks whose words it lacks: 0.5 us faster than loading all again.
 
 A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
 more than once. So a launch always ends, whatever went wrong. The launch's results are then NaN.
@@ -196,23 +196,16 @@ class Exchange(Stream):
         ranks = len(addresses)
         left = self.polls_of(call)
         missing = cute.make_rmem_tensor((ranks,), Int32)
-        missing.fill(1)
-        if const_expr(self.config.apart == 2):
-            for rank in cutlass.range_constexpr(ranks):
-                missing[rank] = self.load_words_of(addresses, rank, words, tag)
-        lacks = Int32(1)
+        lacks = Int32(0)
+        for rank in cutlass.range_constexpr(ranks):
+            missing[rank] = self.load_words_of(addresses, rank, words, tag)
+            lacks |= missing[rank]
         while (lacks != 0) & (left > 0):
             lacks = Int32(0)
             for rank in cutlass.range_constexpr(ranks):
-                if const_expr(self.config.apart in (1, 2)):
-                    if missing[rank] != 0:
-                        missing[rank] = self.load_words_of(addresses, rank, words, tag)
-                else:
+                if missing[rank] != 0:
                     missing[rank] = self.load_words_of(addresses, rank, words, tag)
                 lacks |= missing[rank]
-            if const_expr(self.config.apart == 3):
-                if lacks != 0:
-                    cute.arch.inline_ptx("nanosleep.u32 100;")
             left -= 1
         if lacks != 0:
             self.give_up(call)

@@ -1,8 +1,8 @@
 """Residual add and RMSNorm as the prologue of a GEMM whose k the CTAs of a cluster split.
 
-A CTA adds tokens and residual for its blocks only, and keeps these sums, times the norm's weights, in shared memory as an operand
-of the wgmmas. It sends the tokens' sums of squares to all CTAs of the cluster. The epilogue divides a token's results by the root
-mean square, so no wgmma waits for the root mean square.
+A CTA adds tokens and residual for its blocks only, and sends the tokens' sums of squares to all CTAs of the cluster. It keeps the
+normalised tokens in shared memory as an operand of the wgmmas. So the wgmmas wait for the root mean square. If the epilogue
+divided by it instead, the operands would be rounded before the division, and a router would sometimes select other experts.
 """
 
 # mypy: ignore-errors
@@ -56,46 +56,55 @@ class NormSplitK(Norm, SplitK):
         return raw, self.norm_weights(work, norm)
 
     @cute.jit
-    def keep_tokens(
-        self,
-        call: Call,
-        storage: Any,
-        work: NormWork,
-        warp: Int32,
-        chunk: Int32,
-        raw: cute.Tensor,
-        scales: Any,
-        squares: cute.Tensor,
+    def add_squares(
+        self, call: Call, work: NormWork, warp: Int32, chunk: Int32, raw: cute.Tensor, scales: Any, squares: cute.Tensor
     ):
-        """Stores a lane's chunk of the warp's tokens plus residual, times the norm's weights, as operands of the wgmmas, with zeros
-        beyond the hidden size. Adds the squares of tokens plus residual to ``squares``. Cluster i also writes these sums of tokens
-        i, i + the number of clusters, and so on.
-        """
-        tokens = self.config.tokens
+        """Adds the squares of a lane's chunk of the warp's tokens plus residual to ``squares``. Cluster i also writes these sums of
+        tokens i, i + the number of clusters, and so on."""
         along = call.first_block * CHUNKS + chunk
         writes = (along * (LOAD_BYTES // 2) < work.hidden) & (work.total.address != 0)
-        # In a block, a token is a row of 128 bytes in the 128-byte swizzle. The row's index modulo 8 is the warp's index.
-        to = storage.columns.data_ptr().toint() + chunk // CHUNKS * (tokens * BLOCK * 2) + warp * (BLOCK * 2)
-        to += ((chunk % CHUNKS) ^ warp) * LOAD_BYTES
+        for each in cutlass.range_constexpr(self.config.tokens // WARPS):
+            token = warp + WARPS * each
+            _, sums, squares[each] = self.scaled_chunk(raw[each, None, None], scales, squares[each])
+            if writes & (token < call.m) & (token % call.clusters == call.cluster):
+                store_words(work.total.row(token) + Int64(along * LOAD_BYTES), sums)
+
+    @cute.jit
+    def keep_normed(self, call: Call, storage: Any, work: NormWork, normed: Matrix, warp: Int32, loaded: Any):
+        """Writes the CTA's blocks of the warp's normalised tokens, and stores them as operands of the wgmmas, with zeros beyond the
+        hidden size. Returns when all warps have stored theirs.
+
+        Args:
+            normed: the normalised tokens in global memory.
+            loaded: the results of `load_tokens`.
+        """
+        tokens = self.config.tokens
         for each in cutlass.range_constexpr(tokens // WARPS):
             token = warp + WARPS * each
-            scaled, sums, squares[each] = self.scaled_chunk(raw[each, None, None], scales, squares[each])
-            if token < call.m:
-                store_words_shared(to + each * (WARPS * BLOCK * 2), scaled)
-                if writes & (token % call.clusters == call.cluster):
-                    store_words(work.total.row(token) + Int64(along * LOAD_BYTES), sums)
+            factor = self.factor_of(storage, work, token)
+            for turn in cutlass.range_constexpr(len(loaded)):
+                raw, scales = loaded[turn]
+                chunk = cute.arch.lane_idx() + 32 * turn
+                along = call.first_block * CHUNKS + chunk
+                words = self.normed_chunk(raw[each, None, None], scales, factor)
+                if (chunk < call.blocks * CHUNKS) & (token < call.m):
+                    # In a block, a token is a row of 128 bytes in the 128-byte swizzle. The row's index modulo 8 is the warp's.
+                    to = storage.columns.data_ptr().toint() + chunk // CHUNKS * (tokens * BLOCK * 2) + token * (BLOCK * 2)
+                    store_words_shared(to + ((chunk % CHUNKS) ^ warp) * LOAD_BYTES, words)
+                    if along * (LOAD_BYTES // 2) < work.hidden:
+                        store_words(normed.row(token) + Int64(along * LOAD_BYTES), words)
+        # Order the stores before the wgmmas' reads (async proxy).
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=32 * WARPS)
 
     @cute.jit
     def exchange(self, call: Call, storage: Any, warp: Int32, squares: cute.Tensor):
-        """Waits until all tokens are in shared memory, and sends the warp's sums of squares to all CTAs of the cluster.
+        """Sends the warp's sums of squares to all CTAs of the cluster.
 
         Args:
             squares: a lane's sums of squares of the warp's tokens.
         """
         lane = cute.arch.lane_idx()
-        # Order the stores before the wgmmas' reads (async proxy).
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=32 * WARPS)
         cute.arch.cluster_wait()  # the barriers of all CTAs are initialised
         for each in cutlass.range_constexpr(self.config.tokens // WARPS):
             square = squares[each]

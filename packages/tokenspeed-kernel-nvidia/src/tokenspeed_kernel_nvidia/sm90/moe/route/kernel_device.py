@@ -26,7 +26,6 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import dtype_of, load_flo
 from tokenspeed_kernel_nvidia.sm90.common.bulk_device import of_rank
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import LOAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import Matrix, Table, Vector
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.norm_device import NormWork
 from tokenspeed_kernel_nvidia.sm90.gemm.split_k.config import BLOCK, CLUSTER, THREADS, TILE, WARPS
@@ -155,8 +154,9 @@ class Route(NormSplitK):
         for turn in cutlass.range_constexpr(turns):
             raw, scales = loaded[turn]
             if lane + 32 * turn < call.blocks * CHUNKS:
-                self.keep_tokens(call, storage, work, warp, lane + 32 * turn, raw, scales, squares)
+                self.add_squares(call, work, warp, lane + 32 * turn, raw, scales, squares)
         self.exchange(call, storage, warp, squares)
+        self.keep_normed(call, storage, work, given.normed, warp, loaded)
         if wg < call.tiles:
             mine = call.mma.get_slice(0)
             left = mine.make_fragment_A(mine.partition_A(self.ring.tiles(storage.ring)))
@@ -169,29 +169,12 @@ class Route(NormSplitK):
                 start_mma(call.mma, acc, left[None, None, None, at.stage], right[None, None, None, block], True)
             warpgroup.wait_group(0)
             self.send(call, storage, acc, warp)
-        self.store_normed(call, storage, given, warp, loaded)
         if (warp < self.config.own) & (call.rank * self.config.own + warp < call.m):
             self.select(call, storage, given, warp)
         # No CTA exits before all partial logits for it have arrived.
         for tile in cutlass.range_constexpr(TILES):
             if tile < call.tiles:
                 sums.wait(Cursor(Int32(tile), Int32(0)))
-
-    @cute.jit
-    def store_normed(self, call: Call, storage: Any, given: Tokens, warp: Int32, loaded: Any):
-        """Writes the CTA's blocks of the warp's normalised tokens. ``loaded``: the results of `load_tokens`."""
-        work = given.work
-        for each in cutlass.range_constexpr(self.config.tokens // WARPS):
-            token = warp + WARPS * each
-            factor = self.factor_of(storage, work, token)
-            for turn in cutlass.range_constexpr(len(loaded)):
-                raw, scales = loaded[turn]
-                chunk = cute.arch.lane_idx() + 32 * turn
-                along = call.first_block * CHUNKS + chunk
-                live = (chunk < call.blocks * CHUNKS) & (along * (LOAD_BYTES // 2) < work.hidden)
-                words = self.normed_chunk(raw[each, None, None], scales, factor)
-                if live & (token < call.m):
-                    store_words(given.normed.row(token) + Int64(along * LOAD_BYTES), words)
 
     # -- logits --------------------------------------------------------------------------------------------------------------------
 
@@ -219,7 +202,6 @@ class Route(NormSplitK):
         """Selects the experts of a token of this CTA, and writes them and their weights."""
         lane = cute.arch.lane_idx()
         own = call.rank * self.config.own + warp  # the token's index in the cluster
-        factor = self.factor_of(storage, given.work, own)
         experts = [TILE * tile + lane // 8 * 16 + half * 8 + lane % 8 for tile in range(TILES) for half in range(2)]
         biases = [call.bias.load(expert, expert < call.n) for expert in experts]
         keys = cute.make_rmem_tensor((_EXPERTS,), Int32)
@@ -235,7 +217,7 @@ class Route(NormSplitK):
                         totals[half] += cutlass.select_(warp % 2 == 0, found[2 * half], found[2 * half + 1])
                 for half in cutlass.range_constexpr(2):
                     index = 2 * tile + half
-                    logit = totals[half] * factor + call.bias.number(biases[index])
+                    logit = totals[half] + call.bias.number(biases[index])
                     key = key_of(pack(self.dtype, Float32(0.0), logit), experts[index])
                     keys[index] = cutlass.select_(experts[index] < call.n, key, Int32(NONE))
         expert, weight = select_experts(keys, given.top_k)

@@ -68,8 +68,6 @@ def rmsnorm_moe_topk(
     residual_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launches the kernel on arguments that the operator has checked; see `tokenspeed_kernel.rmsnorm_moe_topk`.
-
-    The GEMM multiplies token plus residual, times the norm's weights, rounded; its results are divided by the root mean square.
     """
     tokens, hidden = x.shape
     weights = x.new_empty(tokens, top_k, dtype=torch.float32) if weights_out is None else weights_out

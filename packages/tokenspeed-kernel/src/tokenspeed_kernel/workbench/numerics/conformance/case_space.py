@@ -85,20 +85,25 @@ class CaseSpace:
         taken: the cases that the kernel is eligible for, the smallest first.
         wrong: names of the cases with wrong results.
         said: the kinds (`Fault.check`) of the kernel's known faults other than wrong results.
+        most_elements: the largest number of elements of a call's tensors.
     """
 
     op: Operator[Any, Any]
     spec: KernelSpec
     device: torch.device
     seed: int = 0
+    most_elements: int = _MOST_ELEMENTS
     taken: list[Known] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, op: Operator[Any, Any], spec: KernelSpec, device: torch.device, cases: Iterable[Case], seed: int = 0) -> CaseSpace:
-        """Builds the space from those of the operator's ``cases`` for which the kernel is eligible."""
-        space = cls(op, spec, device, seed)
+    def of(
+        cls, op: Operator[Any, Any], spec: KernelSpec, device: torch.device, cases: Iterable[Case], seed: int = 0, large: bool = False
+    ) -> CaseSpace:
+        """Builds the space from those of the operator's ``cases`` for which the kernel is eligible. ``large``: whether a kernel may
+        need calls that are ten times larger than usual."""
+        space = cls(op, spec, device, seed, 10 * _MOST_ELEMENTS if large else _MOST_ELEMENTS)
         known = (space.look(case) for case in cases)
         space.taken = sorted((k for k in known if k is not None and space.takes(k.case)), key=lambda k: k.elements)
         return space
@@ -112,7 +117,7 @@ class CaseSpace:
         except Exception:  # a recipe may raise anything for inconsistent values
             return None
         elements = sum(t.numel() for _, t in tensor_arguments(self.op.parameters, arguments))
-        return Known(case, dict(request.traits), elements) if elements <= _MOST_ELEMENTS else None
+        return Known(case, dict(request.traits), elements) if elements <= self.most_elements else None
 
     def gap(self, case: Case) -> tuple[str, str] | None:
         """Returns the gate that rejects the kernel for this case, and the reason; None if the kernel is eligible."""
@@ -164,7 +169,7 @@ class CaseSpace:
         # beforehand.
         found = changes_towards(self.op, recipe, known.traits.get(trait), trait, value)
         changes = [(change, growth(recipe, change)) for change in found]
-        room = _MOST_ELEMENTS / known.elements
+        room = self.most_elements / known.elements
         for change, by in changes:
             if by <= room:
                 yield replace(known.case, make=recipe.vary(**change), large=False)

@@ -181,7 +181,7 @@ def conform(spec: KernelSpec, device: torch.device, options: Options, cases: Seq
     loading = next((r for r in results if r.reason.startswith("loading the kernel")), None)
     if loading is not None:
         return [*findings, *(Finding(spec.name, spec.operator, c, Status.SKIPPED, "the kernel cannot be loaded") for c in _RUN)]
-    space = CaseSpace.of(op, spec, device, [case for case in cases if not case.large], options.seed)
+    space = CaseSpace.of(op, spec, device, [case for case in cases if not case.large], options.seed, large=not whole)
     space.wrong = {result.case for result in results if any(fault.check in checks.RESULTS for fault in result.faults)}
     space.said = {fault.check for result in results for fault in result.faults} - checks.RESULTS
     for check, run in _RUN.items():
