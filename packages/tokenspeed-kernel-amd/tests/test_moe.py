@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 
-from .experts import GPT_OSS, RandomLayer, mxfp4_cases, relative_error
+from .experts import GPT_OSS, REACHED, RandomLayer, mxfp4_cases, reaching, relative_error
 from .paging import check_case, kernel_of, spills
 
 FEW: list[tuple[int, int, dict[str, Any]]] = [
@@ -178,11 +178,10 @@ def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [f"moe_apply_mxfp4{kind}" for kind in ("", "_float32_fp8", "_float32_static_fp8", "_float32_mxfp4")]
-)
-def test_the_kit_finds_nothing_at_all(gfx950: torch.device, name: str) -> None:
-    findings = conform(kernel_of(name), gfx950, Options(shrink_seconds=0))
+@pytest.mark.parametrize("kind", REACHED)
+def test_the_kit_finds_nothing_at_all(gfx950: torch.device, kind: str) -> None:
+    cases = [reaching("moe_apply", "mxfp4", kind)] if kind else None
+    findings = conform(kernel_of(f"moe_apply_mxfp4{kind}"), gfx950, Options(shrink_seconds=0), cases)
     assert_none_wrong(findings)
 
 
