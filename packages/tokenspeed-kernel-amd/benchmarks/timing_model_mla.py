@@ -1,4 +1,5 @@
-"""Predicts the times of MLA decode at DeepSeek-V3's shapes: our kernel and the portable kernel. **For ratios only.**
+"""Predicts the times of MLA decode, to all tokens and to chosen ones, at DeepSeek-V3's shapes: our kernel and the portable kernel.
+**For ratios only.**
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_mla.py --output timing_model_mla.json --readme
 
@@ -28,7 +29,7 @@ ASSUMPTIONS = (
     "Both kernels get the same inputs, and run with the same compiler (stock Triton), emulator and timing model.",
     "Whole grids are executed. The workgroup that executes the most instructions is simulated: it computes its keys, and merges "
     "the splits of its sequence.",
-    "The floor is the time to read every key once from HBM at 8 TB/s.",
+    "The floor is the time to read every key once from HBM at 8 TB/s; with a top k, every chosen key.",
     "The launches of a call run one after another. Only the achievable times include launch overhead: they count 2.3 us per "
     "launch, and 6.6 TB/s for HBM.",
     "Caches are ideal: no line is loaded from HBM twice in a launch, and L2 delivers 64 bytes per cycle to every CU. Atomics and "
@@ -44,6 +45,7 @@ class Case:
         sequences, length: number of sequences, and tokens of each.
         heads: query heads.
         q, cache: dtypes.
+        top_k: the number of tokens that each new token attends to, chosen at random; 0: all.
         bar_us: the largest time that passes; None: the call is shown for information.
     """
 
@@ -53,16 +55,22 @@ class Case:
     q: torch.dtype = torch.bfloat16
     cache: torch.dtype = torch.bfloat16
     bar_us: float | None = None
+    top_k: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.sequences} x {self.length}, {self.heads} heads, q {_name(self.q)}, cache {_name(self.cache)}"
+        chosen = f", top {self.top_k}" if self.top_k else ""
+        return f"{self.sequences} x {self.length}{chosen}, {self.heads} heads, q {_name(self.q)}, cache {_name(self.cache)}"
+
+    @property
+    def operator(self) -> str:
+        return "mla_sparse_with_kvcache" if self.top_k else "mla_decode_with_kvcache"
 
     @property
     def floor_us(self) -> float:
         from gfx950_emulator import hardware as hw
 
-        stored = self.sequences * self.length * (RANK + ROPE) * self.cache.itemsize
+        stored = self.sequences * (self.top_k or self.length) * (RANK + ROPE) * self.cache.itemsize
         return stored / hw.MI355X.hbm_bytes_per_second * 1e6
 
     def inputs(self) -> dict[str, Any]:
@@ -70,14 +78,21 @@ class Case:
         draw = torch.Generator().manual_seed(self.length + self.sequences)
         pages = -(-self.length // PAGE_SIZE)
         places = torch.randperm(self.sequences * pages, generator=draw).int()
-        return {
+        shared = {
             "q": torch.randn(self.sequences, self.heads, RANK + ROPE, generator=draw).to(self.q),
             "kv_cache": torch.randn(len(places), PAGE_SIZE, RANK + ROPE, generator=draw).to(self.cache),
+            "kv_lora_rank": RANK,
+            "softmax_scale": SOFTMAX_SCALE,
+        }
+        if self.top_k:
+            chosen = torch.rand(self.sequences, self.length, generator=draw).topk(self.top_k).indices.sort().values
+            slots = places.view(self.sequences, pages).gather(1, chosen // PAGE_SIZE) * PAGE_SIZE + chosen % PAGE_SIZE
+            return {**shared, "indices": slots.int()}
+        return {
+            **shared,
             "page_table": places.view(self.sequences, pages),
             "cache_seqlens": torch.full((self.sequences,), self.length, dtype=torch.int32),
             "max_seqlen_k": self.length,
-            "kv_lora_rank": RANK,
-            "softmax_scale": SOFTMAX_SCALE,
         }
 
 
@@ -92,6 +107,9 @@ CASES = [
     Case(16, 2048, 16, q=E4M3, cache=E4M3, bar_us=6.0),
     Case(4, 2048, 64, bar_us=9.0),
     Case(4, 2048, 128, bar_us=19.0),
+    Case(16, 4096, 16, top_k=2048),
+    Case(16, 4096, 16, cache=E4M3, top_k=2048),
+    Case(4, 4096, 128, top_k=2048),
 ]
 
 
@@ -100,8 +118,8 @@ def check(case: Case, inputs: dict[str, Any], out: torch.Tensor) -> float:
     import tokenspeed_kernel as core
 
     last = {**inputs, "q": inputs["q"][-1:].float(), "kv_cache": inputs["kv_cache"].float()}
-    last |= {name: inputs[name][-1:] for name in ("page_table", "cache_seqlens")}
-    wanted = core.mla_decode_with_kvcache(**last, solution="reference")
+    last |= {name: inputs[name][-1:] for name in ("page_table", "cache_seqlens", "indices") if name in inputs}
+    wanted = getattr(core, case.operator)(**last, solution="reference")
     error = float((out[-1:].float() - wanted).norm() / wanted.norm())
     if not error <= ERRORS[case.cache]:
         raise RuntimeError(f"{case.name}: relative error {error:.1e} of the last sequence")
@@ -116,7 +134,7 @@ def measure(case: Case, side: str) -> dict[str, Any]:
     inputs = case.inputs()
     start = time.perf_counter()
     with emulated_gfx950(counters=True, sanitize=False) as emulator:
-        out = core.mla_decode_with_kvcache(**inputs, solution=SIDES[side])
+        out = getattr(core, case.operator)(**inputs, solution=SIDES[side])
     error = check(case, inputs, out)
     launches = list(map(predicted, emulator.launches))
     found = {**total(launches), "relative_error": error, "launches": launches}

@@ -16,9 +16,9 @@ layers are measured with the portable kernel and, if our kernels support the for
 Up to 16 tokens the whole layer is executed. For more tokens, two slices with all experts and tokens are executed. The slice with
 256 intermediate features gives the first GEMM, the launches before it, and the launches after the second GEMM. The slice with 256
 hidden features gives the second GEMM and the launches between the GEMMs. The full GEMM has 2880 / 256 times as many workgroups, and
-its time is scaled by this factor. With fp8 weights, slices have 384 intermediate and 768 hidden features, and workgroups then have
-as many blocks of strips as in the full GEMM. For 8192 tokens, both slices have an eighth of the tokens and of the experts, and all
-launches are scaled to eight times as many workgroups.
+its time is scaled by this factor. With fp8 weights and with activations that are not rounded, slices have 384 intermediate and 768
+hidden features, and workgroups then have as many blocks of strips as in the full GEMM. For 8192 tokens, both slices have an eighth
+of the tokens and of the experts, and all launches are scaled to eight times as many workgroups.
 
 ASSUMPTIONS lists the model's assumptions, which are printed with the table.
 """
@@ -78,8 +78,9 @@ ASSUMPTIONS = (
     "The baseline and our kernels round activations to fp8 with static scales. The portable kernel computes a scale per token. "
     "It is compared with our kernels with a scale per token.",
     "The baseline and our kernels route tokens themselves. For the portable kernel, the time and the launch of moe_topk are added.",
-    "From 64 tokens on, each GEMM is executed with 256 of its output features (768 with fp8 weights). Its work and its bytes, "
-    "without those of its input activations, are then scaled up in proportion. The scaled work is divided evenly among the CUs.",
+    "From 64 tokens on, each GEMM is executed with 256 of its output features (768 with fp8 weights or unrounded activations). "
+    "Its work and its bytes, without those of its input activations, are then scaled up in proportion. The scaled work is divided "
+    "evenly among the CUs.",
     "From 2048 tokens on, an eighth of the tokens and of the experts is executed, and all launches are counted with eight times "
     "as many workgroups. So the time to sort tokens by expert is underestimated, on all sides.",
     "Caches are ideal: no line is loaded from HBM twice in a launch.",
@@ -141,9 +142,17 @@ class Layer:
         memory_us = experts * 3 * self.hidden * self.features * element / 8e12 * 1e6
         return max(memory_us, self.mfma_us(activation_dtype))
 
-    def slices(self) -> tuple[int, int]:
+    def slices(self, activation_dtype: str) -> tuple[int, int]:
         """Returns the intermediate features and the hidden features of the two slices that are executed."""
-        return (384, 768) if self.weight_format == "fp8_block" else (256, 256)
+        unrounded = self.weight_format == "mxfp4" and activation_dtype == "none"
+        return (384, 768) if self.weight_format == "fp8_block" or unrounded else (256, 256)
+
+    def activation_bytes(self, activation_dtype: str) -> float:
+        """Returns the bytes of an element of the GEMMs' input activations. Activations that are not rounded are two planes of fp8
+        with block scales, or bf16 with bf16 weights."""
+        if activation_dtype == "none":
+            return 2 if self.weight_format == "dense" else 2 * (1 + 1 / 32)
+        return 0.5 + 1 / 32 if activation_dtype == "mxfp4" else 1
 
     def mfma_us(self, activation_dtype: str) -> float:
         """Returns the least time of the MFMAs, see `floor_us`."""
@@ -381,17 +390,18 @@ def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
         parts = 1 if tokens <= MANY else PART
         whole = layer_of(name, tokens)
         part = dataclasses.replace(whole, tokens=tokens // parts, experts=whole.experts // parts)
-        features, hidden = whole.slices()
+        features, hidden = whole.slices(ACTIVATIONS[name])
+        element = whole.activation_bytes(ACTIVATIONS[name])
         first, error = _run(name, side, dataclasses.replace(part, features=features))
         one, two = _products(first)
         launches = [predicted(report, parts=parts) for report in first[:one]]
-        launches.append(predicted(first[one], whole.features / features, part.tokens * whole.hidden, parts))
+        launches.append(predicted(first[one], whole.features / features, element * part.tokens * whole.hidden, parts))
         after = [predicted(report, parts=parts) for report in first[two + 1 :]]
         del first
         second, other = _run(name, side, dataclasses.replace(part, hidden=hidden))
         one, two = _products(second)
         launches += [predicted(report, parts=parts) for report in second[one + 1 : two]]
-        inputs = part.tokens * whole.top_k * whole.features
+        inputs = element * part.tokens * whole.top_k * whole.features
         launches.append(predicted(second[two], whole.hidden / hidden, inputs, parts))
         launches += after
         error = max(error, other)
@@ -457,7 +467,7 @@ class Other:
 
 
 OTHERS = {
-    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16, 1024)),
+    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16, 256, 1024, 8192)),
     "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (1, 16)),
     "dense_ours": Other(("Qwen3-30B-A3B, bfloat16", "ours", "bfloat16"), (1, 16, 1024, 8192)),
     "dense": Other(("Qwen3-30B-A3B, bfloat16", "portable", "bfloat16"), (1, 16, 1024)),

@@ -12,6 +12,7 @@ of these calls.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -87,17 +88,16 @@ def attends(case: attention.Case) -> Call:
 
 def attends_to_latents(case: mla.Case | prompt.Case) -> Call:
     """Returns a call of `timing_model_mla` or of `timing_model_mla_prompt`."""
-    operator = "mla_decode_with_kvcache" if isinstance(case, mla.Case) else case.operator
 
     def run() -> list[Any]:
         import tokenspeed_kernel as core
         from gfx950_emulator import emulated_gfx950
 
         with emulated_gfx950(counters=True, sanitize=False) as emulator:
-            getattr(core, operator)(**case.inputs(), solution="gluon")
+            getattr(core, case.operator)(**case.inputs(), solution="gluon")
         return list(emulator.launches)
 
-    return Call(f"{operator} {case.name}", run, whole)
+    return Call(f"{case.operator} {case.name}", run, whole)
 
 
 def multiplies(case: mm.Case) -> Call:
@@ -185,10 +185,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where to write the report, JSON")
     parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
-    parser.add_argument("--only", default="", help="calls whose name matches this regular expression")
+    parser.add_argument("--only", default="", help="calls whose name matches this regular expression; others are kept")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = [measure(call) for call in CALLS if re.search(options.only, call.name)]
+    kept: dict[str, Any] = {}
+    if options.only and options.output is not None and options.output.exists():
+        kept = {row["call"]: row for row in json.loads(options.output.read_text())["rows"]}
+    found = {call.name: measure(call) for call in CALLS if re.search(options.only, call.name)}
+    rows = [(kept | found)[call.name] for call in CALLS if call.name in kept | found]
     report = {"metadata": metadata_of(Path(__file__), None), "assumptions": ASSUMPTIONS, "rows": rows, "constants": constants()}
     publish(report, table(report), options, README, MARKS)
 

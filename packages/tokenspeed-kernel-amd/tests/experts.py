@@ -10,7 +10,8 @@ from torch import Tensor
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import WEIGHTS
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs, moe_apply
+from tokenspeed_kernel_base.ops.moe.moe_topk_apply import _inputs_and_logits
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import cpu_platform
@@ -87,3 +88,19 @@ def mxfp4_cases(mode: str = "moe_apply") -> list[Case]:
     """Returns the operator's cases with mxfp4 weights, without the cases that are sized for a GPU."""
     cases = get_operator(f"moe.{mode}").all_cases()
     return [case for case in cases if not case.large and "mxfp4" in case.name and not case.name.startswith("dense")]
+
+
+# The options of the calls that reach a kernel, by the end of its name. The operators' own cases do not reach most of these kernels.
+REACHED: dict[str, dict[str, Any]] = {
+    "": {"activation_dtype": "none"},
+    **{
+        f"_float32_{name}": {"dtype": torch.float32, "activation_dtype": dtype}
+        for name, dtype in (("fp8", "fp8"), ("static_fp8", "fp8_static"), ("mxfp4", "mxfp4"))
+    },
+}
+
+
+def reaching(mode: str, weight_format: str, kind: str) -> Case:
+    """Returns a call of `moe_apply` or `moe_topk_apply` that reaches the kernel whose name ends with ``kind``."""
+    make = _inputs if mode == "moe_apply" else _inputs_and_logits
+    return Case("few tokens", make(3, 4, 2, 64, 32, weight_format=weight_format, **REACHED[kind]))

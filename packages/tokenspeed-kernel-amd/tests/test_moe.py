@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 
-from .experts import GPT_OSS, RandomLayer, mxfp4_cases, relative_error
+from .experts import GPT_OSS, REACHED, RandomLayer, mxfp4_cases, reaching, relative_error
 from .paging import check_case, kernel_of, spills
 
 FEW: list[tuple[int, int, dict[str, Any]]] = [
@@ -36,6 +36,7 @@ FEW: list[tuple[int, int, dict[str, Any]]] = [
     (1, 3, {"dtype": torch.float16, "bias": True}),
 ]
 TILES = [grouped.Tile(16, 4), grouped.Tile(32, 4), grouped.Tile(128, 8, wide=True, blocks=3)]
+OF_TWO = grouped.Tile(32, 4, wide=True, blocks=3, waves_per_simd=2)
 FOR_FLOAT16 = grouped.Tile(64, 8, wide=True, blocks=3)  # see `tile_for`
 # Compiling a kernel takes longer than emulating it. So tests that need no particular layer share layers, and therefore kernels.
 FP8: dict[str, Any] = {"activation_dtype": "fp8", **GPT_OSS}
@@ -57,12 +58,13 @@ SOME_TILES: list[tuple[grouped.Tile, dict[str, Any]]] = [
     (TILES[1], STATIC),
     (TILES[0], UNROUNDED),
     (TILES[1], MXFP4),
+    (OF_TWO, UNROUNDED),
     (FOR_FLOAT16, FLOAT16),
 ]
 ALL_TILES: list[tuple[grouped.Tile, dict[str, Any]]] = [
     *((tile, options) for options in (FP8, STATIC, UNROUNDED, MXFP4) for tile in TILES),
     (TILES[1], FLOAT16),
-    SOME_TILES[-1],
+    *SOME_TILES[-2:],
 ]
 
 
@@ -176,11 +178,10 @@ def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [f"moe_apply_mxfp4{kind}" for kind in ("", "_float32_fp8", "_float32_static_fp8", "_float32_mxfp4")]
-)
-def test_the_kit_finds_nothing_at_all(gfx950: torch.device, name: str) -> None:
-    findings = conform(kernel_of(name), gfx950, Options(shrink_seconds=0))
+@pytest.mark.parametrize("kind", REACHED)
+def test_the_kit_finds_nothing_at_all(gfx950: torch.device, kind: str) -> None:
+    cases = [reaching("moe_apply", "mxfp4", kind)] if kind else None
+    findings = conform(kernel_of(f"moe_apply_mxfp4{kind}"), gfx950, Options(shrink_seconds=0), cases)
     assert_none_wrong(findings)
 
 
@@ -190,6 +191,7 @@ def test_the_kit_finds_nothing_at_all(gfx950: torch.device, name: str) -> None:
         (TILES[0], 4, FP8),
         (TILES[2], 2, FP8),
         (TILES[2], 2, UNROUNDED),
+        (OF_TWO, 2, UNROUNDED),
         pytest.param(TILES[1], 2, FP8, marks=pytest.mark.slow),
         pytest.param(TILES[2], 2, GPT_OSS, marks=pytest.mark.slow),
         pytest.param(TILES[2], 2, MXFP4, marks=pytest.mark.slow),
@@ -202,7 +204,7 @@ def test_compiled_code(emulator: Any, tile: grouped.Tile, top_k: int, options: d
     layer = RandomLayer(torch.device("cpu"), top_k, top_k, 992, 32, **options)
     grouped.moe_apply_many(*_arguments(layer, 3), tile=tile)
     launches = [launch for launch in emulator.launches if launch.kernel in ("grouped_kernel", "wide_kernel", "exact_kernel")]
-    assert len(launches) == (4 if tile.wide and layer.plan.activation_dtype == "none" else 2)
+    assert len(launches) == (4 if tile.columns > 32 and layer.plan.activation_dtype == "none" else 2)
     for launch in launches:
         text = launch.program.assembly.text
         assert not any(spills(text).values())
@@ -221,7 +223,8 @@ def test_the_tile_for_many_tokens() -> None:
         plan = RandomLayer(torch.device("cpu"), 2, 1, 32, 32, **options).plan
         tile = grouped.tile_for(1000, plan)
         assert (tile.wide, tile.columns) == (True, 64 if plan.dtype == torch.float16 else 128)
-        assert not grouped.tile_for(90, plan).wide
+        assert grouped.tile_for(90, plan) == (OF_TWO if options == {} else TILES[1])
+        assert not grouped.tile_for(20, plan).wide
 
 
 @pytest.mark.sampled(2)

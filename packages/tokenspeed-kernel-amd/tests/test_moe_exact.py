@@ -25,21 +25,23 @@ def moe_apply_widest(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_
     return grouped.moe_apply_many(x, weights, topk_weights, topk_ids, plan, tile=grouped.tile_for(10**6, plan))
 
 
+OF_TWO = grouped.Tile(32, 4, wide=True, blocks=3, waves_per_simd=2)
 LAUNCHES: dict[str, tuple[Callable[..., Tensor], int]] = {
     "one token": (few.moe_apply_few, 1),
     "few tokens": (few.moe_apply_few, 7),
     "16 columns": (functools.partial(grouped.moe_apply_many, tile=grouped.Tile(16, 4)), 20),
     "32 columns": (functools.partial(grouped.moe_apply_many, tile=grouped.Tile(32, 4)), 40),
+    "wide, 32 columns": (functools.partial(grouped.moe_apply_many, tile=OF_TWO), 40),
     "wide": (moe_apply_widest, 60),
 }
-QUICK = [(name, "mxfp4", torch.bfloat16) for name in ("few tokens", "16 columns", "wide")]
+QUICK = [(name, "mxfp4", torch.bfloat16) for name in ("few tokens", "16 columns", "wide, 32 columns", "wide")]
 SERVED = [(name, weights, torch.bfloat16) for name in LAUNCHES for weights in ("mxfp4", "fp8_block")]
-SERVED += [("few tokens", "mxfp4", torch.float16), ("wide", "mxfp4", torch.float16)]
+SERVED += [(name, "mxfp4", torch.float16) for name in ("few tokens", "wide")]
 SERVED += [(name, "fp8_block", torch.float16) for name in ("one token", "16 columns")]
 KERNELS = [
     pytest.param(*served, marks=[] if served in QUICK else [pytest.mark.slow], id=", ".join(map(str, served)))
     for served in SERVED
-    if served[:2] != ("wide", "fp8_block")
+    if served[1] == "mxfp4" or "wide" not in served[0]
 ]
 
 

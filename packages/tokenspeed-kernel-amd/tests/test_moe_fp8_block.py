@@ -20,12 +20,10 @@ from tokenspeed_kernel_amd.gfx950.moe.moe_topk_apply import moe_topk_apply as la
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
-from tokenspeed_kernel_base.ops.moe.moe_topk_apply import _inputs_and_logits
 from tokenspeed_kernel_base.ops.quantization.encodings import decode_fp8
 
-from .experts import GPT_OSS, RandomLayer, relative_error
+from .experts import GPT_OSS, REACHED, RandomLayer, reaching, relative_error
 from .paging import check_case, kernel_of, spills
 
 moe_topk_apply = unchecked(tokenspeed_kernel.moe_topk_apply, launcher_of_moe_topk_apply)
@@ -217,24 +215,11 @@ def test_the_kit_finds_nothing(gfx950: torch.device) -> None:
     assert_none_wrong(findings)
 
 
-# The options of the calls that reach a kernel, by the end of its name. The operators' own cases do not reach most of these kernels.
-REACHED: dict[str, dict[str, Any]] = {
-    "": {"activation_dtype": "none"},
-    **{
-        f"_float32_{name}": {"dtype": torch.float32, "activation_dtype": dtype}
-        for name, dtype in (("fp8", "fp8"), ("static_fp8", "fp8_static"), ("mxfp4", "mxfp4"))
-    },
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REACHED)
 @pytest.mark.parametrize("mode", ["moe_apply", "moe_topk_apply"])
 def test_the_kit_finds_nothing_at_all(gfx950: torch.device, mode: str, kind: str) -> None:
-    make = _inputs if mode == "moe_apply" else _inputs_and_logits
-    options = {"weight_format": "fp8_block", **REACHED[kind]}
-    case = Case("few tokens", make(3, 4, 2, 64, 32, **options))
-    findings = conform(kernel_of(f"{mode}_fp8_block{kind}"), gfx950, Options(shrink_seconds=0), [case])
+    findings = conform(kernel_of(f"{mode}_fp8_block{kind}"), gfx950, Options(shrink_seconds=0), [reaching(mode, "fp8_block", kind)])
     assert_none_wrong(findings)
 
 

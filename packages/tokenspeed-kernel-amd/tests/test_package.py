@@ -32,6 +32,7 @@ FUNCTIONS = [
     "mla_decode_with_kvcache",
     "mla_extend_with_kvcache",
     "mla_prefill",
+    "mla_sparse_with_kvcache",
     "mm",
     "moe_apply",
     "moe_topk_apply",

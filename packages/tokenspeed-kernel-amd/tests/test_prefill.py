@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenspeed_kernel import mha_prefill as operator
 from tokenspeed_kernel_amd import mha_prefill
+from tokenspeed_kernel_amd.gluon import prefill
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.launchers import unchecked
 
@@ -163,11 +164,7 @@ def test_a_large_score_of_the_first_token(counting: Any, dtype: torch.dtype, sco
 def test_only_tiles_with_large_sums_are_computed_again(counting: Any, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three workgroups compute eight tiles, of two sequences of one head. A tile with large sums is computed again, but not the
     other tiles of its workgroup: one such tile adds far fewer instructions than six."""
-    module = importlib.import_module(f"tokenspeed_kernel_amd.{arch}.attention.prefill")
-    shared = importlib.import_module("tokenspeed_kernel_amd.gfx950.attention.prefill")
-    for each in {module, shared}:
-        if hasattr(each, "current_compute_units"):
-            monkeypatch.setattr(each, "current_compute_units", lambda: 1)
+    monkeypatch.setattr(prefill, "current_compute_units", lambda: 1)
     counts = []
     for rows in ((), (slice(900, 912),), (slice(130, 512), slice(640, 1024))):
         inputs = _inputs([512, 512], torch.device("cpu"), heads=1, kv_heads=1)
@@ -240,8 +237,6 @@ def test_more_tiles_than_workgroups(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch, lengths: list[int], compute_units: int
 ) -> None:
     """Results do not depend on the number of workgroups, to which tiles are assigned. Some workgroups compute several tiles."""
-    from tokenspeed_kernel_amd.gfx950.attention import prefill
-
     inputs = _inputs(lengths, gpu, heads=8, kv_heads=2)
     many = mha_prefill(**inputs, return_lse=True)
     monkeypatch.setattr(prefill, "current_compute_units", lambda: compute_units)

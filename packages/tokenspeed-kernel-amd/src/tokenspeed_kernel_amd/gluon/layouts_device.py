@@ -1,4 +1,4 @@
-"""Register layouts of vectors, and the sizes from which layouts are computed."""
+"""Register layouts of vectors, an LDS layout, and the sizes from which layouts are computed."""
 
 from __future__ import annotations
 
@@ -29,3 +29,18 @@ def log2(power):
 def key_width(dtype):
     """Returns the number of elements of ``dtype`` in 16 bytes, the width of a lane's LDS read of keys."""
     return 128 // dtype.primitive_bitwidth
+
+
+@gluon.constexpr_function
+def axis_layout(layout, rank, axis):
+    """Returns the layout of a vector along axis ``axis`` of a tensor with ``rank`` axes and layout ``layout``."""
+    for other in reversed(range(rank)):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.constexpr_function
+def plain(rank):
+    """Returns an LDS layout of ``rank`` axes without padding or swizzling; the last axis varies fastest."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))

@@ -1,6 +1,6 @@
 """Device code of prefill that architectures share: which tile a workgroup computes, and the order of its blocks of keys.
 
-`gfx950.attention.prefill` explains how work is divided. The architecture provides a `Machine`: how blocks reach LDS, and the MFMAs.
+`gluon.prefill` explains how work is divided. The architecture provides a `Machine`: how blocks reach LDS, and the MFMAs.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
 """Prefill: causal attention of whole sequences, with keys and values contiguous in memory, not paged.
 
-`gfx950.attention.prefill` describes the persistent kernel, which both architectures share. gfx942 can neither copy 16 bytes per
-lane to LDS directly, nor transpose while it reads LDS. So the keys and values of the next block are loaded to registers while a
-block is computed. There is one buffer in LDS: after all waves have finished the block, they write the next one, with the values
-transposed.
+`gluon.prefill` describes the persistent kernel. gfx942 can neither copy 16 bytes per lane to LDS directly, nor transpose while it
+reads LDS. So the keys and values of the next block are loaded to registers while a block is computed. There is one buffer in LDS:
+after all waves have finished the block, they write the next one, with the values transposed.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tokenspeed_kernel_amd.capability import GLUON_CDNA3
-from tokenspeed_kernel_amd.gfx950.attention.prefill import TRAITS, Config, launch_prefill
+from tokenspeed_kernel_amd.gluon.prefill import SIGNATURES, TRAITS, Config, launch_prefill
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 
 device = DeviceModule(__name__ + "_device")
@@ -39,7 +36,7 @@ def _config(head_dim: int, v_head_dim: int, window_left: int) -> Config:
     name="gluon_mha_prefill_gfx942",
     solution="gluon",
     capability=GLUON_CDNA3,
-    signatures=format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16}),
+    signatures=SIGNATURES,
     traits=TRAITS,
     priority=Priority.SPECIALIZED,
     tags={"determinism"},

@@ -1,4 +1,4 @@
-"""Device code of prefill. ``prefill`` explains how a block reaches LDS."""
+"""Device code of prefill. `gluon.prefill` explains how a block reaches LDS."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def mha_prefill_gfx942(
 ):
     """Computes prefill as a persistent kernel: a workgroup computes tiles of its XCD's heads until none is left.
 
-    `gfx950.attention.prefill` describes the arguments.
+    `gluon.prefill` describes the arguments.
     """
     block_n: gl.constexpr = tile_shape.block_n
     warps: gl.constexpr = gl.num_warps()

@@ -148,11 +148,14 @@ class Shape(NamedTuple):
 
     Attributes:
         halves: 2 if a workgroup computes half of the output's columns, otherwise 1.
+        sparse: whether rows of `Operands.page_table` hold slots of the cache, one for each key, instead of pages. Negative entries
+            are no keys.
     """
 
     heads: int
     page_size: int
     halves: int
+    sparse: bool
     q_token: int
     q_head: int
     page: int
@@ -279,15 +282,15 @@ def tiles_of(operands: Operands, q_len: int, tile: TileShape) -> int:
     return operands.batch * -(-q_len * operands.q.shape[1] // tile.m)
 
 
-def shape_of(operands: Operands, halves: int) -> Shape:
+def shape_of(operands: Operands, halves: int, sparse: bool = False) -> Shape:
     """Returns the call's `Shape`, for workgroups that compute ``1 / halves`` of the output's columns."""
     q, kv_cache, out = operands.q, operands.kv_cache, operands.out
     strides = (q.stride(0), q.stride(1), kv_cache.stride(0), out.stride(0), out.stride(1))
-    return Shape(q.shape[1], kv_cache.shape[1], halves, *strides)
+    return Shape(q.shape[1], kv_cache.shape[1], halves, sparse, *strides)
 
 
-def attend_split_kv(operands: Operands, variant: Variant, q_len: int) -> None:
-    """Launches split-KV attention for sequences with at most q_len new tokens."""
+def attend_split_kv(operands: Operands, variant: Variant, q_len: int, sparse: bool = False) -> None:
+    """Launches split-KV attention for sequences with at most q_len new tokens. ``sparse``: see `Shape`."""
     tile = tile_of(operands, q_len)
     in_view = operands.max_seqlen_k
     if variant.window_left >= 0:
@@ -299,6 +302,8 @@ def attend_split_kv(operands: Operands, variant: Variant, q_len: int) -> None:
     most = math.ceil(blocks / max(short, math.sqrt(blocks * merge_cost)))
     tiles = -(-q_len * operands.q.shape[1] // tile.m)
     compute_units = current_compute_units()
+    if sparse and tiles * operands.batch >= compute_units:
+        most = 1  # the lists of slots are about equally long
     halves = 2 if 2 * tiles * operands.batch * most <= compute_units else 1
     tiles *= halves
     at_once = max(1, compute_units // tiles)
@@ -322,7 +327,7 @@ def attend_split_kv(operands: Operands, variant: Variant, q_len: int) -> None:
     )
     partial = _partial(operands, 2 * (splits - operands.batch) * tiles, tile.m, RANK // halves, tiles) if split_kv else None
     device.mla_decode_kernel[(splits * tiles,)](
-        operands, partial, shape_of(operands, halves), variant, tile, plan, num_warps=tile.num_warps
+        operands, partial, shape_of(operands, halves, sparse), variant, tile, plan, num_warps=tile.num_warps
     )
 
 

@@ -12,6 +12,7 @@ from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.common.layouts_device import latent_layouts
 from tokenspeed_kernel_amd.gfx950.common.mma_device import load_keys
 from tokenspeed_kernel_amd.gfx950.common.paging_device import (
+    PAGES_AT_ONCE,
     PagedRows,
     allocate_page_list,
     copy_block,
@@ -53,6 +54,9 @@ class LatentCache:
             ``latents``, and not used.
         ropes: the rotary parts.
         page_vectors: distance from one page to the next, in vectors of 16 bytes.
+        page_size: slots per page; 1 in sparse attention, where every key has an entry of its own in ``listed``.
+        chosen: in sparse attention, the number of slots of a page, of which ``table`` has the chosen ones; otherwise 0.
+        token_vectors: distance from one slot of a page to the next, in vectors of 16 bytes.
     """
 
     latents: PagedRows
@@ -64,6 +68,8 @@ class LatentCache:
     page_vectors: gl.constexpr
     page_size: gl.constexpr
     halves: gl.constexpr
+    chosen: gl.constexpr
+    token_vectors: gl.tensor
 
 
 @gluon.aggregate
@@ -102,6 +108,13 @@ def open_rows(operands, begin, columns: gl.constexpr, storage: gl.constexpr, cop
     return PagedRows(operands.kv_cache + begin, vector, operands.token_vectors * vector, shared, copy)
 
 
+@gluon.constexpr_function
+def slots_at_once(m):
+    """Returns the number of chosen slots of sparse attention that are listed in LDS at once: as many as fit beside a tile of m
+    rows."""
+    return 1024 if m == 16 else 512
+
+
 @gluon.jit
 def open_cache(operands, shape, layouts: gl.constexpr, tile_shape, half, sequence, length):
     """Returns the `LatentCache` of one sequence, and allocates its LDS buffers."""
@@ -116,12 +129,49 @@ def open_cache(operands, shape, layouts: gl.constexpr, tile_shape, half, sequenc
         others,
         open_rows(operands, RANK, ROPE, layouts.ropes, layouts.rope_copy, tile_shape),
         operands.page_table + sequence.to(gl.int64) * operands.table_stride,
-        allocate_page_list(gl.int64),
+        allocate_page_list(gl.int64, slots_at_once(tile_shape.m) if shape.sparse else PAGES_AT_ONCE),
         length,
         shape.page // vector,
-        shape.page_size,
+        1 if shape.sparse else shape.page_size,
         shape.halves,
+        shape.page_size if shape.sparse else 0,
+        gl.to_tensor(operands.token_vectors),
     )
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def list_slots(cache, first, end):
+    """Lists the addresses of the chosen slots at positions ``first`` to ``end`` of ``cache.table``, as many as the list has
+    room for, without those that are negative. Returns the position after the last listed key, if the keys begin at ``first``.
+    Further entries of the list repeat a chosen slot; if there is none, the slot 0."""
+    slots: gl.constexpr = cache.listed.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([slots // (64 * gl.num_warps())], [64], [gl.num_warps()], [0])
+    index = gl.arange(0, slots, layout)
+    slot = gl.load(cache.table + first + index, mask=index < end - first, other=-1)
+    kept = (slot >= 0).to(gl.int32)
+    until = gl.associative_scan(kept, 0, add)
+    count = gl.sum(kept, 0)
+    slot = gl.where(slot >= 0, slot, gl.maximum(gl.max(slot, 0), 0))
+    offset = (slot // cache.chosen).to(gl.int64) * cache.page_vectors + (slot % cache.chosen).to(gl.int64) * cache.token_vectors
+    cache.listed.scatter(offset, gl.where(kept != 0, until - 1, count + index - until), 0)
+    return first + count
+
+
+@gluon.jit
+def list_keys(cache, first, end):
+    """Lists the pages, or the chosen slots, from position ``first`` on in LDS. Returns a position: the keys before it are
+    listed."""
+    if cache.chosen:
+        stop = list_slots(cache, first, end)
+    else:
+        list_pages(cache, first, cache.page_vectors)
+        stop = gl.minimum(first + page_span(cache.page_size, cache.latents.shared.shape[1]), end)
+    return stop
 
 
 @gluon.constexpr_function
@@ -327,11 +377,8 @@ def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, beg
     """Computes attention of a tile to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state. Its
     row sums are already reduced across lanes (see `summed`)."""
     block_n: gl.constexpr = tile_shape.block_n
-    stages: gl.constexpr = tile_shape.stages
-    # Groups of copies per block: rotary parts, values and, if two workgroups share a tile, the other workgroup's values.
-    copied: gl.constexpr = 1 + shape.halves
-    span: gl.constexpr = page_span(cache.page_size, block_n)
-    list_pages(cache, begin, cache.page_vectors)  # before q: loads return in order, and the copies of keys wait for the pages
+    span: gl.constexpr = page_span(cache.page_size, block_n, cache.listed.shape[0])
+    stop = list_keys(cache, begin, end)  # before q: loads return in order, and the copies of keys wait for the list
     q = load_tile(operands, shape, tile, half)
     copy_keys(cache, begin, begin, 0)
     q = as_operands(q, cache, layouts)
@@ -342,28 +389,45 @@ def attend_blocks(operands, shape, tile, layouts: gl.constexpr, half, cache, beg
     state = initial_state(tile_shape.m, RANK // shape.halves, block_n, layouts.mfma)
     for first in range(begin, end, span):
         if first > begin:
-            list_pages(cache, first, cache.page_vectors)
+            stop = list_keys(cache, first, end)
             copy_keys(cache, first, first, 0)
-        stop = gl.minimum(first + span, end)
-        blocks = (stop - first + block_n - 1) // block_n
-        for stage in gl.static_range(1, stages):
-            # If there are fewer blocks than stages, the last block is copied again, because unused LDS could hold NaN.
-            copy_keys(cache, first, first + gl.minimum(stage, blocks - 1) * block_n, stage)
-        fetching = gl.maximum(blocks - stages, 0)
-        unmasked = 0
-        if visible.ends_differ:
-            unmasked = gl.maximum(gl.minimum((visible.all_end - first) // block_n, fetching), 0)
-            for block in range(unmasked):
-                state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, copied, tile_shape, False)
-        for block in range(unmasked, fetching):
-            state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, copied, tile_shape, visible.ends_differ)
-        # Drain the pipeline. If there are fewer blocks than stages, the mask hides the surplus blocks.
-        for stage in gl.static_range(stages):
-            start = first + (fetching + stage) * block_n
-            copies.wait_group(copied * (stages - 1 - stage))
-            buffer = (fetching + stage) % stages
-            state = attend_block(q, cache, buffer, start, stop, state, visible, scaling, None, visible.ends_differ, True)
+        if cache.chosen:
+            if stop > first:
+                state = attend_listed(q, cache, first, stop, end, state, visible, scaling, tile_shape)
+            else:
+                copies.wait_group(0)
+        else:
+            state = attend_listed(q, cache, first, stop, end, state, visible, scaling, tile_shape)
     return summed(state)
+
+
+@gluon.jit
+def attend_listed(q, cache, first, stop, end, state, visible, scaling, tile_shape):
+    """Updates the softmax state with the keys from position ``first`` to ``stop``, which are listed in LDS. The copy of the first
+    block is in flight."""
+    block_n: gl.constexpr = tile_shape.block_n
+    stages: gl.constexpr = tile_shape.stages
+    # Groups of copies per block: rotary parts, values and, if two workgroups share a tile, the other workgroup's values.
+    copied: gl.constexpr = 1 + cache.halves
+    blocks = (stop - first + block_n - 1) // block_n
+    for stage in gl.static_range(1, stages):
+        # If there are fewer blocks than stages, the last block is copied again, because unused LDS could hold NaN.
+        copy_keys(cache, first, first + gl.minimum(stage, blocks - 1) * block_n, stage)
+    fetching = gl.maximum(blocks - stages, 0)
+    unmasked = 0
+    if visible.ends_differ:
+        unmasked = gl.maximum(gl.minimum((visible.all_end - first) // block_n, fetching), 0)
+        for block in range(unmasked):
+            state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, copied, tile_shape, False)
+    for block in range(unmasked, fetching):
+        state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, copied, tile_shape, visible.ends_differ)
+    # Drain the pipeline. If there are fewer blocks than stages, the mask hides the surplus blocks.
+    for stage in gl.static_range(stages):
+        start = first + (fetching + stage) * block_n
+        copies.wait_group(copied * (stages - 1 - stage))
+        buffer = (fetching + stage) % stages
+        state = attend_block(q, cache, buffer, start, stop, state, visible, scaling, None, visible.ends_differ, True)
+    return state
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ device = DeviceModule(__name__ + "_device")
 HEAD_DIM, V_HEAD_DIM = 192, 128
 TILE = TileShape(m=128, block_n=64, num_warps=4, stages=1)
 WAVES_PER_SIMD = 2  # 256 registers per lane
-# Any register can hold any value, see `prefill.Config`.
+# Any register can hold any value, see `gluon.prefill.Config`.
 ATTRIBUTES = "amdgpu-agpr-alloc=0"
 
 

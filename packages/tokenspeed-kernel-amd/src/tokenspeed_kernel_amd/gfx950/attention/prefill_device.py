@@ -1,4 +1,4 @@
-"""Device code of prefill. ``prefill`` explains how work is divided."""
+"""Device code of prefill. `gluon.prefill` explains how work is divided."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def mha_prefill_gfx950(
 ):
     """Computes prefill as a persistent kernel: a workgroup computes tiles of its XCD's heads until none is left.
 
-    `gfx950.attention.prefill` describes the arguments.
+    `gluon.prefill` describes the arguments.
     """
     block_n: gl.constexpr = tile_shape.block_n
     dtype: gl.constexpr = operands.q.dtype.element_ty

@@ -52,17 +52,17 @@ class PagedCache:
 
 
 @gluon.constexpr_function
-def page_span(page_size, block_n):
-    """Returns the number of token positions for which one list of PAGES_AT_ONCE pages suffices, if the first position is a multiple
-    of the smaller of page size and block size.
+def page_span(page_size, block_n, pages=PAGES_AT_ONCE.value):
+    """Returns the number of token positions for which one list of ``pages`` pages suffices, if the first position is a multiple of
+    the smaller of page size and block size.
     """
-    return (PAGES_AT_ONCE.value - (1 if page_size > block_n else 0)) * page_size
+    return (pages - (1 if page_size > block_n else 0)) * page_size
 
 
 @gluon.jit
-def allocate_page_list(dtype: gl.constexpr = gl.int32):
+def allocate_page_list(dtype: gl.constexpr = gl.int32, PAGES: gl.constexpr = PAGES_AT_ONCE):
     """Allocates LDS for `PagedCache.listed`."""
-    return gl.allocate_shared_memory(dtype, [PAGES_AT_ONCE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.allocate_shared_memory(dtype, [PAGES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit

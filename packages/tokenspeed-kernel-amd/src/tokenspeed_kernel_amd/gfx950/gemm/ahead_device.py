@@ -16,8 +16,7 @@ from tokenspeed_kernel_amd.gfx950.gemm.operands_device import (
 )
 from tokenspeed_kernel_amd.gfx950.gemm.result_device import load_factors, store_tile
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
-from tokenspeed_kernel_amd.gfx950.moe.tile_device import plain
-from tokenspeed_kernel_amd.gluon.layouts_device import log2
+from tokenspeed_kernel_amd.gluon.layouts_device import log2, plain
 
 
 @gluon.constexpr_function

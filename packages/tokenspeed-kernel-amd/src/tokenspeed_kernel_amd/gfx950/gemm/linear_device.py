@@ -38,8 +38,7 @@ from tokenspeed_kernel_amd.gfx950.gemm.operands_device import (
 )
 from tokenspeed_kernel_amd.gfx950.gemm.result_device import sum_layout, sum_of_waves
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
-from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout, plain
-from tokenspeed_kernel_amd.gluon.layouts_device import log2
+from tokenspeed_kernel_amd.gluon.layouts_device import axis_layout, log2, plain
 from tokenspeed_kernel_base.ops.quantization.encodings import SMALLEST_NORMAL
 
 BLOCK_K = gl.constexpr(512)  # elements of k of a fold that are in LDS at once: a step of each of four waves

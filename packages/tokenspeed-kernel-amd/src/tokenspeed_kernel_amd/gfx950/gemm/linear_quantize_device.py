@@ -15,7 +15,7 @@ from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     magnitudes,
     token_step,
 )
-from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout
+from tokenspeed_kernel_amd.gluon.layouts_device import axis_layout
 
 BLOCK_K = gl.constexpr(512)  # elements of k that are quantised at once
 WAVES = gl.constexpr(4)

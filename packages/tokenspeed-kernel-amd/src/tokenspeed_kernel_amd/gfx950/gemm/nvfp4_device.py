@@ -14,7 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout, plain
+from tokenspeed_kernel_amd.gluon.layouts_device import axis_layout, plain
 
 
 @gluon.jit

@@ -8,8 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
-from tokenspeed_kernel_amd.gfx950.moe.tile_device import plain
-from tokenspeed_kernel_amd.gluon.layouts_device import log2
+from tokenspeed_kernel_amd.gluon.layouts_device import log2, plain
 
 BLOCK = gl.constexpr(32)  # elements of k that share a scale
 STEP = gl.constexpr(128)  # elements of k of an MFMA; a word has their four scales

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.hip import libdevice
 
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
-from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout
+from tokenspeed_kernel_amd.gluon.layouts_device import axis_layout
 from tokenspeed_kernel_base.ops.quantization.encodings import SMALLEST_NORMAL
 
 _SMALLEST_NORMAL = gl.constexpr(SMALLEST_NORMAL)

@@ -26,13 +26,11 @@ from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
     accumulator_layout,
     add_mfmas,
-    axis_layout,
     load_half_quad,
     load_quad,
-    log2,
-    plain,
     token_scale_layout,
 )
+from tokenspeed_kernel_amd.gluon.layouts_device import axis_layout, log2, plain
 
 
 @gluon.constexpr_function

@@ -25,15 +25,14 @@ from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
     accumulator_layout,
     activated,
     add_mfmas,
-    axis_layout,
     halves_at,
     load_biases,
     load_half_quad,
     load_quad,
-    plain,
     strips_at,
 )
 from tokenspeed_kernel_amd.gluon.choose_device import choose, store_choice
+from tokenspeed_kernel_amd.gluon.layouts_device import axis_layout, plain
 
 # Columns of an MMA. A tile has fewer rows of activations, so its rows are replicated across the columns.
 _COLUMNS = gl.constexpr(16)

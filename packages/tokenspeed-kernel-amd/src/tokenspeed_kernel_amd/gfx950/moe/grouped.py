@@ -2,9 +2,9 @@
 `fp8_block_layout`.
 
 A call takes five launches: sort pairs by expert and encode tokens; gate/up GEMM with the activation; encode its result (with static
-scales the GEMM's epilogue does this); down projection; sum over the slots of each token. With wide tiles and unrounded activations,
-one more launch follows each GEMM, see ``grouped_exact_device``. The grid of a GEMM covers the most tiles that any routing can need;
-the host never reads the schedule.
+scales the GEMM's epilogue does this); down projection; sum over the slots of each token. With more than 32 columns per tile and
+unrounded activations, one more launch follows each GEMM, see ``grouped_exact_device``. The grid of a GEMM covers the most tiles
+that any routing can need; the host never reads the schedule.
 
 The waves of a workgroup share a tile of tokens in LDS. Each wave prefetches its own strips of weights into registers. So an
 expert's weights are loaded once for each tile of the expert's tokens. The workgroups of these tiles run one after another on the
@@ -51,12 +51,14 @@ class Tile:
         warps: number of warps, and of strips of weights of a tile, one per warp.
         wide: whether ``wide_device`` computes the tile. The warps of a wide tile read tokens from LDS in chunks of 32.
         blocks: number of tiles, for the same tokens and consecutive strips, that a workgroup of the wide kernel computes in turn.
+        waves_per_simd: the compiler uses at most as many registers as this occupancy leaves; 0: as many as a workgroup leaves.
     """
 
     columns: int
     warps: int
     wide: bool = False
     blocks: int = 1
+    waves_per_simd: int = 0
 
 
 # Each tile is used up to this average number of pairs per expert. Figures are microseconds of both GEMMs by the emulator's timing
@@ -68,6 +70,12 @@ _TILES = (
 )
 # With 256 pairs per expert, 32 columns take 1.33 times as long as this tile, 1.7 times with two planes, 2.4 times with mxfp4.
 _WIDE = Tile(128, 8, wide=True, blocks=3)
+# The tile of 32 columns for two planes and mxfp4 weights. GPT-OSS-120B with 32 pairs per expert: the GEMMs take 146 and 77 us, the
+# times of memory; 203 and 105 us with a narrow tile, which reads two planes of four steps at once, and leaves registers for one
+# workgroup per CU only. With 64 pairs per expert, the first GEMM takes 248 us, and 245 us with 128 columns. With three planes,
+# scalar registers would spill.
+_OF_TWO = Tile(32, 4, wide=True, blocks=3, waves_per_simd=2)
+_EXACT_COLUMNS = 32  # with more columns, the mainloop of the wide kernel leaves no registers for exact passes
 # With fp8 weights, a narrow tile computes more slowly: 128 experts of 2048 x 512 with 32 pairs each take 57.2 us with 32 columns,
 # and 54.9 us, the time of memory, with a wide tile; with 96 pairs 113.2 us and 63.8 us.
 _FP8_NARROW = 24.0
@@ -121,6 +129,7 @@ class Shape(NamedTuple):
         limited: whether gate and up are clamped.
         padded: whether encoded rows are padded to a multiple of 512 elements.
         encoding: encoding of the activations.
+        exact: whether the wide kernel itself computes the rows that need exact passes. If False, a further launch does.
     """
 
     columns: int
@@ -131,6 +140,7 @@ class Shape(NamedTuple):
     limited: bool
     padded: bool
     encoding: Encoding
+    exact: bool
 
 
 class Schedule(NamedTuple):
@@ -153,7 +163,8 @@ def tile_for(pairs: int, plan: MoEPlan) -> Tile:
             return _WIDE
     for most, tile in _TILES:
         if pairs <= most * plan.num_experts:
-            return tile
+            two = planes == 2 and encoding.tested and plan.weight_format == "mxfp4"
+            return _OF_TWO if two and tile.columns == _OF_TWO.columns else tile
     # The wide kernel has no exact encoding, and only one plane with fp8 weights.
     if plan.weight_format == "fp8_block" or encoding.exact:
         return _TILES[-1][1]
@@ -337,9 +348,10 @@ def _product(
     # and share its L2.
     blocks = -(-strips // (tile.warps * tile.blocks * _XCDS)) * _XCDS
     limited, whole = gated and plan.limit is not None, encoded.codes.shape[2] == encoding.row_bytes(k)
-    shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, limited, whole, encoding)
+    exact = tile.wide and encoding.tested and tile.columns <= _EXACT_COLUMNS
+    shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, limited, whole, encoding, exact)
     kernels = [wide_device.wide_kernel] if tile.wide else [device.grouped_kernel]
-    if tile.wide and encoding.tested:
+    if tile.wide and encoding.tested and not shape.exact:
         kernels.append(exact_device.exact_kernel)
     arguments = (
         Operands(
@@ -362,4 +374,4 @@ def _product(
         Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
     )
     for kernel in kernels:
-        kernel[(schedule.entries * blocks,)](*arguments, shape=shape, num_warps=tile.warps)
+        kernel[(schedule.entries * blocks,)](*arguments, shape=shape, num_warps=tile.warps, waves_per_eu=tile.waves_per_simd)

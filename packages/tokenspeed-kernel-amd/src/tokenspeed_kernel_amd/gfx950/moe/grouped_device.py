@@ -16,12 +16,12 @@ from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
     accumulator_layout,
     activated,
     add_mfmas,
-    axis_layout,
     load_biases,
     load_quad,
     strips_at,
     token_scale_layout,
 )
+from tokenspeed_kernel_amd.gluon.layouts_device import axis_layout
 
 
 @gluon.constexpr_function
@@ -104,13 +104,15 @@ def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
 
 
 @gluon.jit
-def any_inexact(operands, held, first_row, count, shape: gl.constexpr):
-    """Returns whether some row of a tile may take exact passes. The result is the same in all waves. ``held``: points to the rows'
-    results of the test `held_at_least`, one byte per row."""
+def any_inexact(operands, rows, first_row, count, k, shape: gl.constexpr):
+    """Returns whether some row of a tile may take exact passes, by the test `held_at_least`. The result is the same in all waves.
+    ``rows``: number of encoded rows per plane."""
     if shape.encoding.planes > 1 and not shape.encoding.exact:
         lanes: gl.constexpr = max(shape.columns, 64)
         layout: gl.constexpr = gl.BlockedLayout([lanes // 64], [64], [gl.num_warps()], [0])  # each wave has all rows
         row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, lanes, layout)
+        # The results of the test follow the block scales of all planes, one byte per row.
+        held = operands.scale + shape.encoding.planes * (rows.to(gl.int64) * ((k + 511) // 512 * 16))
         return gl.min(gl.load(held + row).to(gl.int32), axis=0) < ENOUGH
     return gl.to_tensor(shape.encoding.planes > 1)
 
@@ -177,8 +179,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
             None, :, None
         ] * 4
         place = gl.arange(0, size, gl.SliceLayout(0, copy))[None, :]
-        held = operands.scale + encoding.planes * (rows.to(gl.int64) * quads * 16)
-        inexact = any_inexact(operands, held, first_row, count, shape)
+        inexact = any_inexact(operands, rows, first_row, count, k, shape)
         columns = Columns(
             operands.codes,
             operands.scale,

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""The kernel for rows that need exact passes (see ``exact_device``), launched after `wide_kernel`. The mainloop of `wide_kernel`
-leaves no registers for exact passes.
+"""Exact passes (see ``exact_device``) after the mainloop of `wide_kernel`, which has no registers for them. The rows of activations
+that the planes do not represent exactly are computed again, and their results are overwritten.
 
-This kernel has the grid of `wide_kernel`. It computes again the rows of activations that the planes do not represent exactly, and
-overwrites their results. A workgroup without such rows exits after the test.
+`wide_kernel` calls `compute_inexact` at its end if tiles have at most 32 columns. Otherwise `exact_kernel` is launched after it,
+with the same grid. A workgroup without such rows exits after the test.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ def exact_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl
     if (expert >= 0) & (strip < strips):
         first_row = gl.load(tile + 1)
         count = gl.load(tile + 2)
-        held = operands.scale + shape.encoding.planes * (rows.to(gl.int64) * ((k + 511) // 512 * 16))
-        if any_inexact(operands, held, first_row, count, shape):
-            for column in range(0, count, _PART):
-                compute_part(operands, expert, first_row + column, count - column, strip, strips, k, swiglu, shape)
+        inexact = any_inexact(operands, rows, first_row, count, k, shape)
+        compute_inexact(operands, expert, first_row, count, strip, strips, k, inexact, swiglu, shape)
+
+
+@gluon.jit
+def compute_inexact(operands, expert, first_row, count, strip, strips, k, inexact, swiglu, shape: gl.constexpr):
+    """If ``inexact``, computes the rows that need exact passes among the ``count`` rows of a tile."""
+    if inexact:
+        for column in range(0, count, _PART):
+            compute_part(operands, expert, first_row + column, count - column, strip, strips, k, swiglu, shape)
 
 
 @gluon.jit

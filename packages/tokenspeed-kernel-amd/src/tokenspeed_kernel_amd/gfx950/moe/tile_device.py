@@ -17,12 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.hip import libdevice
 
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
+from tokenspeed_kernel_amd.gluon.layouts_device import axis_layout, log2
 from tokenspeed_kernel_amd.gluon.softmax_device import LOG2_E, larger
-
-
-@gluon.constexpr_function
-def log2(power):
-    return power.bit_length() - 1
 
 
 @gluon.constexpr_function
@@ -30,12 +26,6 @@ def accumulator_layout(warps):
     """Returns the register layout of accumulators [features, tokens]. Features are divided among warps. A lane holds four
     neighbouring features of one token."""
     return isa.mfma_layout([16, 16, 128], False, [warps, 1])
-
-
-@gluon.constexpr_function
-def plain(rank):
-    """Returns an LDS layout of ``rank`` axes without padding or swizzling; the last axis varies fastest."""
-    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon.constexpr_function
@@ -90,15 +80,6 @@ def token_scale_layout(columns, warps, steps=4):
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
     registers = [[0, 0, 1 << bit] for bit in range(log2(steps))] + [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0]] * log2(warps), [], [columns, 4, steps])
-
-
-@gluon.constexpr_function
-def axis_layout(layout, rank, axis):
-    """Returns the layout of a vector along axis ``axis`` of a tensor with ``rank`` axes and layout ``layout``."""
-    for other in reversed(range(rank)):
-        if other != axis:
-            layout = gl.SliceLayout(other, layout)
-    return layout
 
 
 @gluon.aggregate

@@ -5,7 +5,8 @@ A *step* is 128 elements of k, a *quad* four steps. A *strip* is 32 rows of weig
 
 LDS holds two steps of all tokens; the next two steps are in flight through registers. A wave holds the weights of two steps in
 registers; the weights of the next two steps are in flight. MMAs take a chunk of 32 tokens at a time, and skip chunks without
-tokens. In shapes, ``g`` is a lane's group along k (0 to 3). Rows that need exact passes are left to ``grouped_exact_device``.
+tokens. In shapes, ``g`` is a lane's group along k (0 to 3). Rows that need exact passes are computed again by the code of
+``grouped_exact_device``: at the kernel's end if ``shape.exact``, otherwise in a launch of their own.
 
 fp8 block-scaled weights: a scale block is one step along k. So each step's dot products start from 0, and are multiplied by the
 block's scale when they are added to the accumulators. Chunks have 16 tokens, so that all registers fit.
@@ -17,18 +18,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950 import instructions_device as isa
-from tokenspeed_kernel_amd.gfx950.moe.grouped_device import add_bias, copy_layout, row_of_column, store_product, tokens_of
+from tokenspeed_kernel_amd.gfx950.moe.grouped_device import (
+    add_bias,
+    any_inexact,
+    copy_layout,
+    row_of_column,
+    store_product,
+    tokens_of,
+)
+from tokenspeed_kernel_amd.gfx950.moe.grouped_exact_device import compute_inexact
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
     accumulator_layout,
-    axis_layout,
     factor_of,
-    log2,
     pieces_of_step,
     scales_of,
     strips_at,
     token_scale_layout,
     words_of_quad,
 )
+from tokenspeed_kernel_amd.gluon.layouts_device import axis_layout, log2
 
 
 @gluon.constexpr_function
@@ -481,6 +489,9 @@ def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.
         first_row = gl.load(operands.tiles + tile * 4 + 1)
         count = gl.load(operands.tiles + tile * 4 + 2)
         quads = (k + 511) // 512
+        first_strip = strip
+        if shape.exact:
+            inexact = any_inexact(operands, rows, first_row, count, k, shape)
         own = expert_at(operands.weight, operands.weight_scale, expert, strips, k, warps)
         tokens = ()
         if fp8:
@@ -540,3 +551,5 @@ def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.
                 seconds = no_sums(shape.columns, PART, warps)
             quad = next_quad
             strip = next_strip
+        if shape.exact:
+            compute_inexact(operands, expert, first_row, count, first_strip, strips, k, inexact, swiglu, shape)
