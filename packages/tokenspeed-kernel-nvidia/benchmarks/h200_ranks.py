@@ -32,7 +32,17 @@ import tokenspeed_kernel as ops
 from tokenspeed_kernel import DecoderWeights, ProcessGroup
 from tokenspeed_kernel.workbench.benchmark import write_result
 from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
-from tokenspeed_kernel_nvidia.sm90.layers.config import ACTIVATED, ATTENDED, EXCHANGES, LOGITS, OUT, PARTIALS, QKV, TOTALS, config_of
+from tokenspeed_kernel_nvidia.sm90.layers.config import (
+    ACTIVATED,
+    ATTENDED,
+    EXCHANGES,
+    LOGITS,
+    OUT,
+    PARTIALS,
+    QKV,
+    TOTALS,
+    config_of,
+)
 from tokenspeed_kernel_nvidia.sm90.layers.launch import PersistentLayers
 
 RANKS = 2

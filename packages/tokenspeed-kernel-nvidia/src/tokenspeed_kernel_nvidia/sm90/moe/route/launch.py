@@ -67,8 +67,7 @@ def rmsnorm_moe_topk(
     ids_out: Tensor | None,
     residual_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launches the kernel on arguments that the operator has checked; see `tokenspeed_kernel.rmsnorm_moe_topk`.
-    """
+    """Launches the kernel on arguments that the operator has checked; see `tokenspeed_kernel.rmsnorm_moe_topk`."""
     tokens, hidden = x.shape
     weights = x.new_empty(tokens, top_k, dtype=torch.float32) if weights_out is None else weights_out
     ids = x.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out

@@ -99,7 +99,13 @@ class CaseSpace:
 
     @classmethod
     def of(
-        cls, op: Operator[Any, Any], spec: KernelSpec, device: torch.device, cases: Iterable[Case], seed: int = 0, large: bool = False
+        cls,
+        op: Operator[Any, Any],
+        spec: KernelSpec,
+        device: torch.device,
+        cases: Iterable[Case],
+        seed: int = 0,
+        large: bool = False,
     ) -> CaseSpace:
         """Builds the space from those of the operator's ``cases`` for which the kernel is eligible. ``large``: whether a kernel may
         need calls that are ten times larger than usual."""
