@@ -4,9 +4,10 @@
     python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
 
 Most files are results of ``python -m gpt_oss benchmark``: ``h200_few.json`` and ``h200_two.json`` (one, two and four sequences),
-``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_20b_one.json``, ``h200_20b.json``, ``h200_variants.json``,
-``h200_fp8_activations.json`` and ``h200_dense.json``. ``beside_vllm.json`` is a result of `beside_vllm.py`. Missing results are
-omitted. A decode step that several results have is shown from the first of them.
+``h200_long_one.json``, ``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_busy.json``, ``h200_20b_one.json``,
+``h200_20b.json``, ``h200_variants.json``, ``h200_fp8_activations.json``, ``h200_dense_one.json`` and ``h200_dense.json``.
+``beside_vllm.json`` is a result of `beside_vllm.py`. Missing results are omitted. A decode step that several results have is shown
+from the first of them.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def _is_steady(seconds: Sequence[float]) -> bool:
 def section() -> str:
     """Returns the text between the README's two markers."""
     lines: list[str] = []
-    few = list(_results("h200_few", "h200_two"))
+    few = list(_results("h200_few", "h200_two", "h200_long_one"))
     measured = list(_results("h200", "h200_greedy", "h200_long"))
     if measured:
         lines += made_on(measured[0]) + decode(few + measured) + [""] + prefill(measured[:1])
@@ -199,11 +200,14 @@ def section() -> str:
         lines += operators(few + measured[:1])
         if len(measured[0]["variants"]) > 1:
             lines += ["", "The variants of these passes:", "", *variants(measured[0])]
+    for result in _results("h200_busy"):
+        said = "With a later commit, while tests ran on another GPU of the same host:"
+        lines += ["", said, "", f"`{result['metadata']['command']}`", "", *decode([result]), "", *prefill([result])]
     small = list(_results("h200_20b_one", "h200_20b"))
     if small:
         last = small[-1]
         lines += ["", "GPT-OSS-20B:", "", f"`{last['metadata']['command']}`", "", *decode(small), "", *prefill([last])]
-    for result in _results("h200_variants", "h200_fp8_activations", "h200_dense"):
+    for result in _results("h200_variants", "h200_fp8_activations", "h200_dense_one", "h200_dense"):
         lines += [
             "",
             "Variants with fewer bits per value, run one after the other in one process:",
