@@ -28,9 +28,9 @@ slower), holding back the loads of w2 until the activations have arrived, pollin
 for each of four exchanges), more or fewer stages of dense weights in flight (2: 0.7 to 2.3 us slower; 9: 0.4 to 1).
 
 With fp8 weights of qkv and of the projection, layers of one, two and four tokens take 36.8, 51.6 and 77.9; bfloat16 weights take
-38.2, 52.0 and 79.5 in the same run (`h200_persistent_fp8.json`). So half of the bytes saves only 1.4: all weights of qkv are then in
-shared memory before the input is normalised, but the MMA warps still need 2.9 for them, and 2.3 for the projection. Conversion to
-bfloat16, with twice as many instructions, took 37.9 a layer. Two GPUs with half of each layer take 30.8 for one token
+38.2, 52.0 and 79.5 in the same run (`h200_persistent_fp8.json`). So half of the bytes saves only 1.4: all weights of qkv are then
+in shared memory before the input is normalised, but the MMA warps still need 2.9 for them, and 2.3 for the projection. Conversion
+to bfloat16, with twice as many instructions, took 37.9 a layer. Two GPUs with half of each layer take 30.8 for one token
 (`h200_ranks.json`): the steps between the GEMMs do not become shorter.
 
 What remains, from the trace: from the last MMAs of w13 to the first of w2 4.5 us, and from the last MMAs of w2 to the next layer's

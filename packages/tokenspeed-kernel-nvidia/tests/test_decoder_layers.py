@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.comm.pretended import as_rank_of
 from tokenspeed_kernel_base.ops.decoder.decoder_layers import decoder_layers
 from tokenspeed_kernel_base.ops.decoder.weights import DecoderWeights
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
@@ -106,6 +108,30 @@ def test_explain_says_why_not(registered: KernelRegistry, changes: dict[str, Any
         found = decoder_layers.explain(**arguments)
     assert found.chosen is not None
     assert found.chosen.name == COMPOSED
+    assert reason in next(verdict for verdict in found.verdicts if verdict.spec.name == ONE).reason
+
+
+@pytest.mark.parametrize(
+    ("ranks", "link", "reason"),
+    [
+        (2, "nvlink, no multicast", ""),
+        (2, "nvlink, multicast not used", ""),
+        (2, "pcie", "link=pcie is not"),
+        (2, "none", "link=none is not"),
+        (4, "nvlink, no multicast", "world_size=4 is not"),
+    ],
+)
+def test_layers_that_ranks_share(registered: KernelRegistry, ranks: int, link: str, reason: str) -> None:
+    """Two ranks whose GPUs write to one another's memory over NVLink are supported."""
+    with as_rank_of(ranks):
+        group = ProcessGroup.with_peer_memory()
+        assert group.peers is not None
+        group.peers.link = link
+        arguments = prepared(CASES[NARROW + "one token"])
+        shared = DecoderWeights(arguments["weights"].layers, group)
+        with use_platform(named_platform("sm_90")):
+            found = decoder_layers.explain(**{**arguments, "weights": shared})
+    assert found.chosen.name == (COMPOSED if reason else ONE)
     assert reason in next(verdict for verdict in found.verdicts if verdict.spec.name == ONE).reason
 
 

@@ -13,6 +13,7 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.decoder.decoder_layers import decoder_layers
 from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
@@ -20,6 +21,7 @@ from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 
 OP = get_operator("decoder_layers")
 CASES = {case.name: case for case in OP.all_cases()}
@@ -110,6 +112,34 @@ def test_prepared_weights_share_what_they_can() -> None:
         assert all(getattr(mine, name) is getattr(its, name) for name in ("qkv", "projection", "router", "norm"))
     with pytest.raises(TypeError, match=r"decoder_layers.prepare: weights must be a DecoderWeights, got list"):
         decoder_layers.prepare([], given["plan"])
+
+
+def test_a_group_of_one_rank() -> None:
+    """The sums over ranks are then the addends. The group stays with weights that are made from others."""
+    given, group = drawn(), ProcessGroup.of()
+    wanted = decoder_layers(**drawn())
+    shared = DecoderWeights(given["weights"].layers, group)
+    assert torch.equal(decoder_layers(**{**given, "weights": shared}), wanted)
+    assert shared.card.endswith("shared by 1 ranks")
+    assert decoder_layers.prepare(shared, given["plan"]).group is group
+    assert shared.converted(torch.clone).group is group
+    assert shared.key != given["weights"].key
+
+
+def test_kernels_that_know_nothing_of_ranks_are_refused() -> None:
+    given = drawn()
+    shared = DecoderWeights(given["weights"].layers, ProcessGroup.of())
+    with KernelRegistry.get().transaction():
+        options: dict[str, Any] = {"sliding_window": any, "attention_bias": any, "router_bias": any, "world_size": 1}
+        register_kernel(
+            "decoder", "decoder_layers", name="fused", solution="testing", signatures=None,
+            traits={**options, **dict.fromkeys(("bias", "w13_interleaved", "swiglu_limit", "swiglu_alpha_beta"), any)},
+        )(decoder_layers.operator.body)  # fmt: skip
+        for weights, accepted in ((given["weights"], True), (shared, False)):
+            found = decoder_layers.explain(**{**given, "weights": weights})
+            verdict = next(each for each in found.verdicts if each.spec.name == "fused")
+            assert verdict.accepted == accepted, verdict.reason
+        assert "over_ranks" in verdict.reason
 
 
 def test_work_that_cannot_be_avoided() -> None:

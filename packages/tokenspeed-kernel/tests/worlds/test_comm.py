@@ -143,6 +143,28 @@ def calls_that_differ() -> list[str]:
     return said
 
 
+def words_of_ranks() -> list[str]:
+    """Writes to the other rank's shared words, and returns the errors of wrong calls."""
+    group = ProcessGroup.with_peer_memory()
+    shared = group.shared_words("test", 5)
+    assert shared is group.shared_words("test", 5)
+    assert len(shared.addresses) == group.world_size
+    if group.device is None:  # all ranks' memory is in this process
+        assert all(not memory.any() for memory in shared.memory)
+        dist.barrier()
+        for memory in shared.memory:
+            memory[group.rank] = 7 + group.rank
+        dist.barrier()
+        assert all(memory.tolist() == [7, 8, 0, 0, 0] for memory in shared.memory)
+        assert [memory.data_ptr() for memory in shared.memory] == [*shared.addresses]
+    said = []
+    for wrong_group, name, count in ((ProcessGroup.of(), "alone", 1), (group, "other", 1 + group.rank)):
+        with pytest.raises(ValueError, match="must") as caught:
+            wrong_group.shared_words(name, count)
+        said.append(str(caught.value))
+    return said
+
+
 def experts_of_ranks() -> list[float]:
     """Computes an MoE with its experts distributed over the ranks, and with all experts on one rank. Returns the largest difference
     of each call."""
@@ -246,6 +268,14 @@ def test_every_kernel_on_every_case_for_two() -> None:
     passed = {name for name, results in first.items() if any(each.status.value == "passed" for each in results)}
     # With two ranks the two-shot kernels are not eligible; `test_sums_of_peers` requests them by name. CuteDSL kernels need a GPU.
     assert {name for name in first if "two_shot" in name or name.startswith("cutedsl")} == first.keys() - passed
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.nvidia, two_gpus])])
+def test_words_of_ranks(device: str) -> None:
+    first, second = run_world(words_of_ranks, 2, device=device)
+    assert first[1] == second[1]
+    assert "alone: group must have peer memory" in first[0]
+    assert "count=1) on rank 0, shared_words(name=other, count=2) on rank 1" in first[1]
 
 
 @pytest.mark.usefixtures("interpreted")

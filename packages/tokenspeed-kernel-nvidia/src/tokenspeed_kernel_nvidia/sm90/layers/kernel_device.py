@@ -11,8 +11,8 @@ also needs all SMs at once must not run beside this one, unless both are coopera
   CTA's first panel of the same GEMM. For these sums that CTA needs only earlier steps;
 * a step needs the ring buffer only for its own stages. The producer runs ahead of the steps, never the other way round.
 
-So the earliest unfinished step of all CTAs always proceeds. This also holds for the CTAs of several GPUs that share the layers, once
-each GPU has begun the launch: a CTA waits for another GPU's words of the same step or of an earlier one, and at the end of the
+So the earliest unfinished step of all CTAs always proceeds. This also holds for the CTAs of several GPUs that share the layers,
+once each GPU has begun the launch: a CTA waits for another GPU's words of the same step or of an earlier one, and at the end of the
 launch for those of the last step. Waits for other CTAs also give up after a number of polls, see `exchange_device`.
 """
 
