@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.server_args import ServerArgs
 
 from tokenspeed_kernel_base.served import NotServedError
-from tokenspeed_kernel_sglang import parts, receipt
+from tokenspeed_kernel_sglang import names, parts, receipt
 from tokenspeed_kernel_sglang.attention import TokenspeedBackend
 from tokenspeed_kernel_sglang.serving import OPTIONS
 from tokenspeed_kernel_sglang.settings import Settings
@@ -306,7 +306,7 @@ def test_an_unknown_argument_is_refused() -> None:
 
 def test_registered_under_its_name_and_over_built_in_names(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     own = dict(ATTENTION_BACKENDS)
-    monkeypatch.setattr(parts, "_replaced", set())
+    monkeypatch.setattr(names, "replaced", set())
     off = dict.fromkeys(("experts", "norms", "activations", "rope"), False)
     try:
         for _ in range(2):

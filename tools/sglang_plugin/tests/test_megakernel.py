@@ -21,7 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from test_experts import EXPERTS, HIDDEN, TOP_K, load, make_layer, plain
 
-from tokenspeed_kernel_sglang import megakernel, parts, receipt, register_decode_step
+from tokenspeed_kernel_sglang import megakernel, names, parts, receipt, register_decode_step
 from tokenspeed_kernel_sglang.experts import GptOssExperts
 from tokenspeed_kernel_sglang.paged import PagedBackend
 
@@ -257,7 +257,7 @@ def test_the_slot_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: dict[str, Any] = {}
     monkeypatch.setattr(slot, "_REGISTRY", {})
     monkeypatch.setattr(parts, "_hooked", set())
-    monkeypatch.setattr(parts, "_replaced", {"fa3"})
+    monkeypatch.setattr(names, "replaced", {"fa3"})
     registry = pytest.importorskip("sglang.srt.plugins.hook_registry").HookRegistry
     monkeypatch.setattr(registry, "register", lambda target, hook, kind: registered.update({target: (hook, kind.value)}))
     for _ in range(2):

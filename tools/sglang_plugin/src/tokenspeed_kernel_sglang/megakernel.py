@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 
 from tokenspeed_kernel_base.served import NotServedError, kernel_for
-from tokenspeed_kernel_sglang import parts
+from tokenspeed_kernel_sglang import names
 from tokenspeed_kernel_sglang.experts import GptOssExperts
 from tokenspeed_kernel_sglang.paged import Metadata
 from tokenspeed_kernel_sglang.record import record
@@ -238,7 +238,7 @@ def reasons_of_options(cfg: Any, hf_config: Any) -> list[str]:
     decode = cfg.decode_attention_backend or cfg.attention_backend
     prefill = cfg.prefill_attention_backend or cfg.attention_backend
     found = []
-    if decode not in (parts.BACKEND, *parts.replaced()):
+    if decode not in (names.BACKEND, *names.replaced):
         setting = f"TOKENSPEED_SGLANG_ATTENTION_REPLACES={decode}"
         found.append(f"attention backend {decode!r} is not this plugin's; {setting} makes it so")
     if prefill != decode:

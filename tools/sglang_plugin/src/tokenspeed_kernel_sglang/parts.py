@@ -9,11 +9,13 @@ from typing import Any
 
 from tokenspeed_kernel_base.installation import wrong_distributions
 from tokenspeed_kernel_base.served import NotServedError
+from tokenspeed_kernel_sglang import names
+from tokenspeed_kernel_sglang.names import BACKEND
 from tokenspeed_kernel_sglang.record import logger, record
 from tokenspeed_kernel_sglang.settings import Settings
 
 # The name of our attention backend, and SGLang's backend that runs models that our backend does not support.
-BACKEND, FALLBACK = "tokenspeed", "triton"
+FALLBACK = "triton"  # the built-in attention backend that serves what ours does not
 # The name of the quantisation of GPT-OSS's experts.
 QUANTIZATION = "mxfp4"
 # SGLang's built-in sampling backends for GPUs, which our sampler replaces. Under another name, SGLang's own sampler, which runs the
@@ -21,8 +23,6 @@ QUANTIZATION = "mxfp4"
 SAMPLERS = ("flashinfer", "pytorch")
 # SGLang's method that makes the caches of all layers.
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal"
-# The names of SGLang's built-in backends that select our backend in this process.
-_replaced: set[str] = set()
 # The names of SGLang's methods that this plugin has hooked in this process, and "sampling".
 _hooked: set[str] = set()
 
@@ -69,11 +69,6 @@ def register_decode_step() -> None:
         HookRegistry.register(POOL, stacked_caches, HookType.AROUND)
 
 
-def replaced() -> frozenset[str]:
-    """Returns the names of SGLang's backends that select our attention backend in this process."""
-    return frozenset(_replaced)
-
-
 def _is_our_core() -> bool:
     """Whether the installed core is ours; logs distributions of another project that has functions of the same names."""
     wrong = wrong_distributions()
@@ -92,8 +87,8 @@ def _register_attention(replaced: tuple[str, ...]) -> None:
     for name in replaced:
         if name not in ATTENTION_BACKENDS:
             logger.error("tokenspeed_kernel_sglang: %s is no attention backend of SGLang, so it is not replaced", name)
-        elif name not in _replaced:
-            _replaced.add(name)
+        elif name not in names.replaced:
+            names.replaced.add(name)
             register_attention_backend(name)(_factory(name, ATTENTION_BACKENDS[name]))
 
 

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, nbytes
 from tokenspeed_kernel_base.checks import FP8, HALVES, Checker
 from tokenspeed_kernel_base.explanation import bucket
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._cost import visible_pairs
-from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
 from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import WEIGHT_FORMATS, rmsnorm_qkv_rope
 from tokenspeed_kernel_base.ops.comm.all_reduce import all_reduce
-from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.decoder._inputs import (
+    DRAWN,
+    draw_as_rank,
+    draw_caches,
+    draw_layers,
+    draw_pages,
+    drawn_format,
+    layer_inputs,
+    newest_slots,
+)
 from tokenspeed_kernel_base.ops.decoder.weights import DENSE, EXPERTS, DecoderLayer, DecoderWeights
-from tokenspeed_kernel_base.ops.gemm import _inputs as operands
 from tokenspeed_kernel_base.ops.gemm.mm import mm
 from tokenspeed_kernel_base.ops.gemm.operands import recognise
 from tokenspeed_kernel_base.ops.kvcache.slots import check_slots
-from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs as expert_inputs
 from tokenspeed_kernel_base.ops.moe.moe_apply import drawn_as, moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import OPERAND_FORMATS, PLAN_KINDS, MoEPlan, intermediates_of, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
@@ -37,8 +42,6 @@ from tokenspeed_kernel_base.variation import Variation, Want
 # residual, the logits, and the sum over the experts.
 _ROUNDED = 8
 _SUMMED = 2  # further ones, if ranks share the layers: the sums over ranks of the projection and of the experts
-# The formats of drawn weights of qkv and of the projection, by the number that stands for them in captures.
-_DRAWN = ("dense", "fp8", "mxfp4")
 
 
 @operator(
@@ -365,160 +368,6 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _newest_slots(page_table: Tensor, cache_seqlens: Tensor, page_size: int) -> Tensor:
-    """Returns the slot of each sequence's last position, int64 ``[tokens]``."""
-    newest = (cache_seqlens - 1).long()
-    pages = page_table.gather(1, (newest // page_size)[:, None])[:, 0].long()
-    return pages * page_size + newest % page_size
-
-
-def _paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Draws page table, lengths and slots. Returns these, and a mask ``[pages, page_size]`` of slots that hold a token."""
-    page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, width)
-    slots = _newest_slots(page_table, cache_seqlens, page_size)
-    return {"page_table": page_table, "cache_seqlens": cache_seqlens, "slot_mapping": slots}, held
-
-
-def _caches(draw: Draw, held: Tensor, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Draws the caches of all layers. Slots without a token hold NaN."""
-    every = held.expand(layers, *held.shape)
-    return {name: draw_cache(draw, every, kv_heads, head_dim, dtype=dtype, stale=True) for name in ("k_cache", "v_cache")}
-
-
-def _drawn_layers(
-    draw: Draw,
-    windows: Sequence[int],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    sizes: Sequence[int],
-    sinks: bool,
-    bias: bool,
-    router_bias: bool,
-    options: dict[str, Any],
-    shared: bool = False,
-    weights: str = "dense",
-) -> dict[str, Any]:
-    """Draws the layers' weights, and returns them with the plan of their experts.
-
-    The router's bias determines which experts are selected, in each layer other ones. So errors of the residual stream do not
-    change the selection.
-
-    Args:
-        windows: the ``window_left`` of each layer.
-        sizes: ``num_experts``, ``top_k``, ``hidden_size`` and ``intermediate_size``.
-        bias: whether attention has biases.
-        options: further fields of the plan.
-        shared: whether all layers have the same experts, to save memory.
-        weights: the format of the weights of qkv and of the projection, one of `_DRAWN`; fp8 has a scale per output channel.
-    """
-    (experts, top_k, hidden, _), dtype = sizes, options["dtype"]
-    width, columns = heads * head_dim, (heads + 2 * kv_heads) * head_dim
-    expert_weights = expert_inputs(0, *sizes, **options)
-
-    def dense(*shape: int, scale: float = 1.0) -> Tensor:
-        return draw.normal(*shape, dtype=dtype, scale=scale)
-
-    def projection(name: str, rows: int, inputs: int) -> dict[str, Tensor]:
-        if weights == "dense":
-            return {name: dense(rows, inputs, scale=inputs**-0.5)}
-        if weights == "mxfp4":
-            made = operands.micro(0, inputs, rows, a="dense", b="mxfp4")(draw)
-        else:
-            made = operands.fp8(0, inputs, rows, a_scale="", b_scale="channel", a_dtype=dtype)(draw)
-        return {name: made["b"].mT, f"{name}_scale": made["b_scale"].mT}
-
-    drawn: dict[str, Any] = {}
-    layers = []
-    for window in windows:
-        drawn = drawn if shared and drawn else expert_weights(draw)
-        selected = draw.permutation(experts) < top_k
-        layer = DecoderLayer(
-            input_norm=1 + dense(hidden, scale=0.1),
-            **projection("qkv", columns, hidden),
-            **projection("projection", hidden, width),
-            norm=1 + dense(hidden, scale=0.1),
-            router=dense(experts, hidden, scale=hidden**-0.5),
-            experts=drawn["weights"],
-            window_left=window,
-            qkv_bias=dense(columns, scale=0.5) if bias else None,
-            projection_bias=dense(hidden, scale=0.1) if bias else None,
-            sinks=draw.normal(heads) if sinks else None,
-            router_bias=torch.where(selected, 6.0, -6.0).to(dtype) if router_bias else None,
-        )
-        layers.append(layer)
-    return {"weights": DecoderWeights(layers), "plan": drawn["plan"]}
-
-
-def _shared(drawn: Callable[[], dict[str, Any]], ranks: bool) -> dict[str, Any]:
-    """Returns ``drawn()``; with ``ranks``, as a rank of the default group: every rank draws for all ranks, and keeps its own."""
-    if not ranks:
-        return drawn()
-    group = ProcessGroup.with_peer_memory()
-    found = [drawn() for _ in range(group.world_size)]
-    own = found[group.rank]
-    same = ("input_norm", "norm", "router", "router_bias")
-    layers = [
-        dataclasses.replace(layer, **{name: getattr(first, name) for name in same})
-        for layer, first in zip(own["weights"].layers, found[0]["weights"].layers, strict=True)
-    ]
-    return {**own, "weights": DecoderWeights(layers, group)}
-
-
-@recipe
-def _inputs(
-    kv_lens: Sequence[int],
-    windows: Sequence[int],
-    hidden: int,
-    kv_heads: int,
-    gqa_ratio: int,
-    head_dim: int,
-    experts: int,
-    top_k: int,
-    intermediate: int,
-    dtype: torch.dtype = torch.bfloat16,
-    page_size: int = 16,
-    rotary_dim: int | None = None,
-    sinks: bool = True,
-    bias: bool = True,
-    ranks: bool = False,
-    weights: str = "dense",
-    **options: Any,
-) -> Callable[[Draw], dict[str, Any]]:
-    """Draws layers and a decode step of one token for each sequence.
-
-    Args:
-        windows: the ``window_left`` of each layer.
-        bias: whether attention has biases.
-        ranks: whether the ranks of the default group share the layers. All other sizes are those of one rank.
-        weights: see `_drawn_layers`.
-        options: further fields of the plan.
-    """
-    tokens = len(kv_lens)
-
-    def make(draw: Draw) -> dict[str, Any]:
-        paging, held = _paging(draw, kv_lens, page_size, None)
-        sizes = experts, top_k, hidden, intermediate
-        drawn = _shared(
-            lambda: _drawn_layers(
-                draw, windows, kv_heads * gqa_ratio, kv_heads, head_dim, sizes, sinks, bias, True, {"dtype": dtype, **options},
-                weights=weights,
-            ),
-            ranks,
-        )  # fmt: skip
-        rotated = head_dim if rotary_dim is None else rotary_dim
-        angles = draw.uniform(max(kv_lens, default=0) + 1, rotated // 2, high=6.0)
-        return {
-            "x": draw.normal(tokens, hidden, dtype=dtype),
-            **drawn,
-            **_caches(draw, held, len(windows), kv_heads, head_dim, dtype),
-            **paging,
-            "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), 1),
-        }
-
-    return make
-
-
 @decoder_layers.cases
 def _() -> list[Case]:
     small, wider = (96, 1, 3, 64, 8, 4, 64), (128, 1, 3, 64, 8, 4, 64)
@@ -526,28 +375,32 @@ def _() -> list[Case]:
     half = torch.float16
     experts: dict[str, Any] = {"weight_format": "mxfp4", "w13_interleaved": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
     return [
-        Case("float32, dense experts, no sinks", _inputs([3, 9], [-1, 3], 32, 2, 2, 8, 4, 2, 24, torch.float32, 4, sinks=False)),
-        Case("gpt-oss layers, narrow, one token", _inputs([40], [9, -1], *small, **experts)),
-        Case("gpt-oss layers, narrow, one token in many pages", _inputs([300], [-1, 127], *small, **experts)),
-        Case("gpt-oss layers, narrow, 3 tokens", _inputs([33, 1, 150], [15, -1], *small, **experts)),
-        Case("gpt-oss layers, narrow, 8 tokens", _inputs([5, 17, 1, 40, 2, 16, 33, 64], [-1, 7], *small, **experts)),
-        Case("one layer, narrow, pages of 64", _inputs([70], [-1], 64, 1, 2, 64, 8, 2, 96, page_size=64, **experts)),
-        Case("gpt-oss layers, narrow, fp8 dense weights, one token", _inputs([40], [9, -1], *wider, weights="fp8", **experts)),
         Case(
-            "gpt-oss layers, narrow, fp8 dense weights, 3 tokens", _inputs([33, 1, 90], [-1, 15], *wider, weights="fp8", **experts)
+            "float32, dense experts, no sinks",
+            layer_inputs([3, 9], [-1, 3], 32, 2, 2, 8, 4, 2, 24, torch.float32, 4, sinks=False),
+        ),
+        Case("gpt-oss layers, narrow, one token", layer_inputs([40], [9, -1], *small, **experts)),
+        Case("gpt-oss layers, narrow, one token in many pages", layer_inputs([300], [-1, 127], *small, **experts)),
+        Case("gpt-oss layers, narrow, 3 tokens", layer_inputs([33, 1, 150], [15, -1], *small, **experts)),
+        Case("gpt-oss layers, narrow, 8 tokens", layer_inputs([5, 17, 1, 40, 2, 16, 33, 64], [-1, 7], *small, **experts)),
+        Case("one layer, narrow, pages of 64", layer_inputs([70], [-1], 64, 1, 2, 64, 8, 2, 96, page_size=64, **experts)),
+        Case("gpt-oss layers, narrow, fp8 dense weights, one token", layer_inputs([40], [9, -1], *wider, weights="fp8", **experts)),
+        Case(
+            "gpt-oss layers, narrow, fp8 dense weights, 3 tokens",
+            layer_inputs([33, 1, 90], [-1, 15], *wider, weights="fp8", **experts),
         ),
         Case(
             "gpt-oss layers, narrow, fp8 dense weights, 6 tokens",
-            _inputs([5, 17, 1, 40, 2, 16], [-1, 7], *wider, weights="fp8", **experts),
+            layer_inputs([5, 17, 1, 40, 2, 16], [-1, 7], *wider, weights="fp8", **experts),
         ),
-        Case("gpt-oss layers, narrow, mxfp4 dense weights", _inputs([21, 4], [9, -1], *small, weights="mxfp4", **experts)),
-        Case("no bias of attention, float16", _inputs([9, 20], [-1, 5], 64, 2, 2, 32, 4, 2, 32, half, 8, bias=False)),
-        Case("partial rotation, pages of 5", _inputs([11, 4, 2], [2, -1], 48, 2, 1, 16, 4, 1, 32, page_size=5, rotary_dim=8)),
-        Case("no tokens", _inputs([], [-1, 4], 32, 2, 2, 8, 4, 2, 24, torch.float32, 4)),
+        Case("gpt-oss layers, narrow, mxfp4 dense weights", layer_inputs([21, 4], [9, -1], *small, weights="mxfp4", **experts)),
+        Case("no bias of attention, float16", layer_inputs([9, 20], [-1, 5], 64, 2, 2, 32, 4, 2, 32, half, 8, bias=False)),
+        Case("partial rotation, pages of 5", layer_inputs([11, 4, 2], [2, -1], 48, 2, 1, 16, 4, 1, 32, page_size=5, rotary_dim=8)),
+        Case("no tokens", layer_inputs([], [-1, 4], 32, 2, 2, 8, 4, 2, 24, torch.float32, 4)),
         *(
             Case(
                 f"gpt-oss-120b, 4 layers, decode {n} x 1024",
-                _inputs([1024] * n, [127, -1] * 2, *full, page_size=64, **experts),
+                layer_inputs([1024] * n, [127, -1] * 2, *full, page_size=64, **experts),
                 large=True,
             )
             for n in (1, 2, 4, 8)
@@ -555,16 +408,20 @@ def _() -> list[Case]:
         *(
             Case(
                 f"gpt-oss-120b, 4 layers, fp8 dense weights, decode {n} x 1024",
-                _inputs([1024] * n, [127, -1] * 2, *full, page_size=64, weights="fp8", **experts),
+                layer_inputs([1024] * n, [127, -1] * 2, *full, page_size=64, weights="fp8", **experts),
                 large=True,
             )
             for n in (1, 2, 4)
         ),
-        Case("gpt-oss layers, narrow, 2 tokens, 2 ranks", _inputs([40, 9], [9, -1], *small, ranks=True, **experts), world_size=2),
+        Case(
+            "gpt-oss layers, narrow, 2 tokens, 2 ranks",
+            layer_inputs([40, 9], [9, -1], *small, ranks=True, **experts),
+            world_size=2,
+        ),
         *(
             Case(
                 f"gpt-oss-120b, 2 layers, decode {n} x 1024, 2 ranks",
-                _inputs([1024] * n, [127, -1], *half_of_full, page_size=64, ranks=True, **experts),
+                layer_inputs([1024] * n, [127, -1], *half_of_full, page_size=64, ranks=True, **experts),
                 large=True,
                 world_size=2,
             )
@@ -582,13 +439,8 @@ def _(weights: DecoderWeights, k_cache: Tensor, cache_seqlens: Tensor) -> dict[s
     return {
         "kv_lens": cache_seqlens.tolist(), "windows": list(weights.windows), "heads": [heads], "given": list(map(int, given)),
         "ranks": [int(weights.group is not None)],
-        "weights": [_drawn_format(first.qkv)],
+        "weights": [drawn_format(first.qkv)],
     }  # fmt: skip
-
-
-def _drawn_format(weight: Tensor) -> int:
-    """Returns the index in `_DRAWN` of the format that stands for a weight's format in a captured call."""
-    return _DRAWN.index("mxfp4" if weight.dtype == torch.uint8 else "fp8" if weight.dtype in FP8 else "dense")
 
 
 @decoder_layers.vary
@@ -599,24 +451,24 @@ def _(
     if variation.want is Want.CAPTURED:
         batch, width = page_table.shape
         layers, _, _, kv_heads, head_dim = k_cache.shape
-        paging, held = _paging(variation.draw, variation.values("kv_lens", batch, width * page_size), page_size, width)
+        paging, held = draw_pages(variation.draw, variation.values("kv_lens", batch, width * page_size), page_size, width)
         windows, (heads,) = variation.values("windows", layers, -1), variation.values("heads", 1, kv_heads)
         sinks, bias, router_bias = map(bool, variation.values("given", 3, 1))
         ranks, (format,) = bool(*variation.values("ranks", 1, 0)), variation.values("weights", 1, 0)
         sizes, options = drawn_as(plan)
-        drawn = _shared(
-            lambda: _drawn_layers(
+        drawn = draw_as_rank(
+            lambda: draw_layers(
                 variation.draw, windows, heads, kv_heads, head_dim, sizes, sinks, bias, router_bias, options, shared=True,
-                weights=_DRAWN[format],
+                weights=DRAWN[format],
             ),
             ranks,
         )  # fmt: skip
         paging["slot_mapping"] = paging["slot_mapping"].to(slot_mapping.dtype)
-        return {**drawn, **paging, **_caches(variation.draw, held, layers, kv_heads, head_dim, k_cache.dtype)}
+        return {**drawn, **paging, **draw_caches(variation.draw, held, layers, kv_heads, head_dim, k_cache.dtype)}
     if variation.want is Want.UNUSED or not cache_seqlens.numel():
         return {}
     shorter = (cache_seqlens * 2 // 3).clamp(min=1)
-    return {"cache_seqlens": shorter, "slot_mapping": _newest_slots(page_table, shorter, page_size).to(slot_mapping.dtype)}
+    return {"cache_seqlens": shorter, "slot_mapping": newest_slots(page_table, shorter, page_size).to(slot_mapping.dtype)}
 
 
 @decoder_layers.cost
