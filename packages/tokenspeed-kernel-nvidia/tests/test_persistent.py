@@ -202,9 +202,9 @@ def check(ranks: list[Model], out: Tensor) -> None:
         x = got
 
 
-def shared_model(count: int, *sizes: Any) -> list[Model]:
+def shared_model(count: int, *sizes: Any, **options: Any) -> list[Model]:
     """Returns the models of ranks that share layers: they have the same input, norms and routers, and different other weights."""
-    ranks = [Model(*sizes, seed=rank) for rank in range(count)]
+    ranks = [Model(*sizes, seed=rank, **options) for rank in range(count)]
     first = ranks[0]
     for model in ranks[1:]:
         model.x = first.x
@@ -311,18 +311,19 @@ def launched_by_ranks(ranks: list[Model], layers: int, ctas: int, config: Config
 
 
 @pytest.mark.parametrize(
-    ("count", "sizes", "ctas", "tiles"),
+    ("count", "sizes", "ctas", "tiles", "dense"),
     [
-        (2, (1, 2, 64, 96, 8, 2, 1, 2, 300), 5, 8),
-        pytest.param(2, (3, 2, 96, 64, 8, 4, 1, 3, 60), 7, 8, marks=pytest.mark.slow),
-        pytest.param(3, (2, 2, 64, 96, 8, 2, 1, 2, 40), 6, 8, marks=pytest.mark.slow),
+        (2, (1, 2, 64, 96, 8, 2, 1, 2, 300), 5, 8, "bfloat16"),
+        pytest.param(2, (3, 2, 96, 64, 8, 4, 1, 3, 60), 7, 8, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(2, (1, 2, 64, 96, 8, 2, 1, 2, 40), 5, 8, "float8_e4m3fn", marks=pytest.mark.slow),
+        pytest.param(3, (2, 2, 64, 96, 8, 2, 1, 2, 40), 6, 8, "bfloat16", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_layers_that_ranks_share(hopper: Any, count: int, sizes: tuple[int, ...], ctas: int, tiles: int) -> None:
+def test_layers_that_ranks_share(hopper: Any, count: int, sizes: tuple[int, ...], ctas: int, tiles: int, dense: Dense) -> None:
     """Each rank is a process, which emulates its GPU. The processes share the scratch memory. All ranks' results must be bitwise
     equal, in each of three launches, whichever rank is ahead."""
-    ranks, found = shared_model(count, *sizes), []
+    ranks, found = shared_model(count, *sizes, dense=dense), []
     for cache in (cache for model in ranks for both in model.caches for cache in both):
         cache.share_memory_()
     layers, (tokens, hidden) = sizes[1], ranks[0].x.shape
@@ -331,7 +332,8 @@ def test_layers_that_ranks_share(hopper: Any, count: int, sizes: tuple[int, ...]
         outputs = []
         for first in range(1, layers + 1):  # only the last layer's output is stored
             with hopper(**options, patience=10**9):  # a process may start much later than another
-                launched = launched_by_ranks(ranks, first, ctas, config_of(tokens, tiles=tiles, counted=counted, ranks=count))
+                config = config_of(tokens, tiles=tiles, counted=counted, ranks=count, dense=dense)
+                launched = launched_by_ranks(ranks, first, ctas, config)
                 out = torch.full((count, 3, first, tokens, hidden), torch.nan, dtype=BF16).share_memory_()
                 processes = [fork.Process(target=launch_each, args=each) for each in zip(launched, ranks, out, strict=True)]
                 for process in processes:
