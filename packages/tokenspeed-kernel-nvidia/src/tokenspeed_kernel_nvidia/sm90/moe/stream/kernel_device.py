@@ -11,7 +11,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.cutedsl import arguments_device as arguments
@@ -231,8 +231,9 @@ class Stream(Schedule, Consumers):
 
     def load_panels(self, call: Call, at: Any, kind: int, first: Int32, end: Int32, items: Int32, blocks: Int32) -> Any:
         """Streams whole panels. ``first``, ``end``: indices among the panels of all entries."""
-        slabs = self.slabs_of(blocks)
-        return self.load_range(call, at, kind, self.place_of(first * slabs, items, blocks), (end - first) * slabs)
+        index = first // items
+        place = Place(index, first - index * items, Int32(0))
+        return self.load_range(call, at, kind, place, (end - first) * self.slabs_of(blocks))
 
     def place_of(self, first: Int32, items: Int32, blocks: Int32) -> Place:
         """Returns the place of a slab. ``first``: the index among the slabs of all entries."""
@@ -251,23 +252,27 @@ class Stream(Schedule, Consumers):
         """
         layer = call.layer
         items, size, blocks, weights = layer.w13_items, layer.w13_bytes, layer.w13_blocks, layer.w13
-        if cutlass.const_expr(kind == W2):
+        if const_expr(kind == W2):
             items, size, blocks, weights = layer.w2_items, layer.w2_bytes, layer.w2_blocks, layer.w2
         slabs = self.slabs_of(blocks)
         index, panel, begin = place.index, place.panel, place.slab
         expert = entry_of(call.entries[index]).expert
         at = self.tell(call, at, ahead_of(item_code(kind, index)))
         while left > 0:
-            stop = cutlass.min(begin + left, slabs)
-            last = cutlass.select_(left <= slabs - begin or panel == items - 1, Int32(1), Int32(0))
-            is_head = cutlass.select_(stop < slabs, Int32(1), Int32(0))
-            item = item_code(kind, index, panel, last, cutlass.select_(stop < slabs, stop, begin), is_head)
             source = weights + (Int64(expert) * items + panel) * size
             head = Int32(PANEL_HEAD_BYTES)  # the head is copied with the first slab
-            if begin > 0:
-                source += PANEL_HEAD_BYTES + begin * (self.slab * PANEL_BLOCK_BYTES)
-                head = Int32(0)
-            for block in cutlass.range(begin * self.slab, cutlass.min(stop * self.slab, blocks), self.slab, unroll=1):
+            last = cutlass.select_(left <= slabs - begin or panel == items - 1, Int32(1), Int32(0))
+            item, stop = item_code(kind, index, panel, last), slabs
+            first_block, end_block = Int32(0), blocks
+            if const_expr(self.splits):
+                stop = cutlass.min(begin + left, slabs)
+                is_head = cutlass.select_(stop < slabs, Int32(1), Int32(0))
+                item = item_code(kind, index, panel, last, cutlass.select_(stop < slabs, stop, begin), is_head)
+                first_block, end_block = begin * self.slab, cutlass.min(stop * self.slab, blocks)
+                if begin > 0:
+                    source += PANEL_HEAD_BYTES + begin * (self.slab * PANEL_BLOCK_BYTES)
+                    head = Int32(0)
+            for block in cutlass.range(first_block, end_block, self.slab, unroll=1):
                 count = cutlass.min(blocks - block, self.slab) * PANEL_BLOCK_BYTES + head
                 self.acquire(call, at, kind)
                 if cute.arch.lane_idx() == 0:
