@@ -198,7 +198,7 @@ def table(report: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     options = options_of(__doc__, arguments)
-    report = report_of(Path(__file__), CASES, options.only, measure, ASSUMPTIONS)
+    report = report_of(Path(__file__), CASES, options.only, measure, ASSUMPTIONS, options.output)
     publish(report, table(report), options, README, MARKS)
 
 

@@ -32,6 +32,12 @@ def test_lengths(gfx950: torch.device, page_size: int) -> None:
 
 
 @pytest.mark.slow
+def test_more_splits_than_are_merged_at_once(gfx950: torch.device) -> None:
+    """Results are correct for a sequence with more than 16 splits, of which the merge loads 8 at once."""
+    _run(gfx950, [3600, 5, 11000])
+
+
+@pytest.mark.slow
 def test_one_sequence(gfx950: torch.device) -> None:
     """Results are correct for a batch of one sequence, whose splits the kernel finds without a search."""
     _run(gfx950, [2300])

@@ -127,6 +127,16 @@ def test_nvfp4_with_all_codes_and_scales(emulator: Any) -> None:
     assert not any(spills(emulator.launches[0].program.assembly.text).values())
 
 
+@pytest.mark.parametrize("k", [2592, *(pytest.param(k, marks=pytest.mark.slow) for k in (96, 416, 608, 1184, 4128))])
+def test_blocks_of_one_tile_per_compute_unit(emulator: Any, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    """The VALU scales the MFMAs' results during later MFMAs of a tile of 128 x 128: few blocks of k, many, and no spills."""
+    monkeypatch.setattr(launcher, "current_compute_units", lambda: 7)
+    check(torch.device("cpu"), blocks(140, k, 130, bias=torch.float32))
+    (launch,) = emulator.launches
+    assert launch.waves == 4
+    assert not any(spills(launch.program.assembly.text).values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("m", [3, 130])
 def test_large_k_of_blocks_without_spills(emulator: Any, m: int) -> None:

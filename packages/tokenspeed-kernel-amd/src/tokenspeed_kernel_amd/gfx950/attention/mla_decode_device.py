@@ -23,10 +23,11 @@ from tokenspeed_kernel_amd.gfx950.common.paging_device import (
 from tokenspeed_kernel_amd.gfx950.common.planes_device import leading_bits, row_factors, scale_rows
 from tokenspeed_kernel_amd.gfx950.common.split_device import last_to_arrive
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
-from tokenspeed_kernel_amd.gluon.decode_device import find_split, visible_keys
+from tokenspeed_kernel_amd.gluon.decode_device import ceil_div, find_split, visible_keys
 from tokenspeed_kernel_amd.gluon.mask_device import hide_unseen
 from tokenspeed_kernel_amd.gluon.softmax_device import (
     LN_2,
+    LOWEST,
     Scaling,
     SoftmaxState,
     cap_scores,
@@ -482,6 +483,39 @@ def store_partial(partial, part, state):
 
 
 @gluon.jit
+def merge_some(partial, state, first_part, first, splits, tiles, AT_ONCE: gl.constexpr):
+    """Returns the `summed` state of AT_ONCE splits of a tile, from split number ``first`` on, without those after the last one.
+    Other arguments: see `merge`."""
+    layout: gl.constexpr = state.acc.type.layout
+    m: gl.constexpr = state.acc.shape[0]
+    columns: gl.constexpr = state.acc.shape[1]
+    offsets = packed_offsets(m, columns, layout)
+    row = gl.arange(0, m, gl.SliceLayout(1, layout))
+    log_sums_at = partial.log_sums + first_part.to(gl.int64) * m
+    results_at = partial.results + first_part.to(gl.int64) * (m * columns)
+    # Loads return in order. LSEs are loaded early, because every weight depends on all of them, but after the first output: it
+    # keeps the L2 busy during the computation of their addresses.
+    results = (isa.buffer_load(results_at, first * tiles * (m * columns) + offsets),)
+    log_sums = (isa.buffer_load(log_sums_at, first * tiles * m + row),)
+    for i in gl.static_range(1, AT_ONCE):
+        part = gl.minimum(first + i, splits - 1) * tiles
+        log_sums += (isa.buffer_load(log_sums_at, part * m + row),)
+    for i in gl.static_range(1, AT_ONCE):
+        part = gl.minimum(first + i, splits - 1) * tiles
+        results += (isa.buffer_load(results_at, part * (m * columns) + offsets),)
+    top = larger(log_sums[0], gl.full_like(log_sums[0], LOWEST))
+    for i in gl.static_range(1, AT_ONCE):
+        top = larger(top, log_sums[i])
+    row_sum = gl.exp2(log_sums[0] - top)
+    acc = results[0] * row_sum[:, None]
+    for i in gl.static_range(1, AT_ONCE):
+        weight = gl.where(first + i < splits, gl.exp2(log_sums[i] - top), 0.0)
+        acc += results[i] * weight[:, None]
+        row_sum += weight
+    return SoftmaxState(acc, top, row_sum)
+
+
+@gluon.jit
 def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
     """Merges the partial results ``first_part + i * tiles`` of a tile's splits, where i counts the splits. Returns the `summed`
     state.
@@ -489,39 +523,16 @@ def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
     Args:
         state: a state of the same shape and layout; its values are not used.
     """
-    layout: gl.constexpr = state.acc.type.layout
-    m: gl.constexpr = state.acc.shape[0]
-    columns: gl.constexpr = state.acc.shape[1]
-    state = nothing_seen(m, columns, layout)
-    acc = state.acc
-    row_max = state.row_max
-    row_sum = state.row_sum
-    offsets = packed_offsets(m, columns, layout)
-    row = gl.arange(0, m, gl.SliceLayout(1, layout))
-    log_sums_at = partial.log_sums + first_part.to(gl.int64) * m
-    results_at = partial.results + first_part.to(gl.int64) * (m * columns)
-    for first in range(0, splits, AT_ONCE):
-        # Loads return in order. All LSEs are loaded first, because every weight depends on all of them.
-        log_sums = ()
-        results = ()
-        for i in gl.static_range(AT_ONCE):
-            part = gl.minimum(first + i, splits - 1) * tiles
-            log_sums += (isa.buffer_load(log_sums_at, part * m + row),)
-        for i in gl.static_range(AT_ONCE):
-            part = gl.minimum(first + i, splits - 1) * tiles
-            results += (isa.buffer_load(results_at, part * (m * columns) + offsets),)
-        top = row_max
-        for i in gl.static_range(AT_ONCE):
-            top = larger(top, log_sums[i])
-        shrink = gl.exp2(row_max - top)
-        acc = acc * shrink[:, None]
-        row_sum = row_sum * shrink
-        for i in gl.static_range(AT_ONCE):
-            weight = gl.where(first + i < splits, gl.exp2(log_sums[i] - top), 0.0)
-            acc += results[i] * weight[:, None]
-            row_sum += weight
-        row_max = top
-    return SoftmaxState(acc, row_max, row_sum)
+    # The first splits, usually all, are merged outside of the loop, whose state would have to be initialised before the loads.
+    state = merge_some(partial, state, first_part, 0, splits, tiles, AT_ONCE)
+    for first in range(AT_ONCE, splits, AT_ONCE):
+        others = merge_some(partial, state, first_part, first, splits, tiles, AT_ONCE)
+        top = larger(state.row_max, others.row_max)
+        shrink = gl.exp2(state.row_max - top)
+        weight = gl.exp2(others.row_max - top)
+        acc = state.acc * shrink[:, None] + others.acc * weight[:, None]
+        state = SoftmaxState(acc, top, state.row_sum * shrink + others.row_sum * weight)
+    return state
 
 
 @gluon.jit
@@ -555,12 +566,11 @@ def mla_decode_kernel(
     split = gl.program_id(0) // (XCDS * tiles) * XCDS + gl.program_id(0) % XCDS
     number = gl.program_id(0) // XCDS % tiles
     half = number % shape.halves
-    sequence, first_split, split_blocks = find_split(split, operands, plan)
+    sequence, first_split, split_blocks, length = find_split(split, operands, plan)
     first_query, new = new_tokens(operands.cu_seqlens_q, gl.minimum(sequence, operands.batch - 1), plan.q_len)
     if (sequence < operands.batch) & (new > 0):
-        length = gl.minimum(gl.load(operands.cache_seqlens + sequence), operands.max_seqlen_k)
         begin, count = visible_keys(length, plan)
-        blocks = (count + block_n - 1) // block_n
+        blocks = ceil_div(count, block_n)
         first_block = 0
         after_block = blocks
         if plan.split_kv:
@@ -581,11 +591,11 @@ def mla_decode_kernel(
         if plan.split_kv and blocks > split_blocks:
             first_part = 2 * (first_split - sequence) * tiles + number
             store_partial(partial, first_part + (split - first_split) * tiles, state)
-            splits = (blocks + split_blocks - 1) // split_blocks
+            splits = ceil_div(blocks, split_blocks)
             arrived = partial.arrived + sequence * tiles + number
             if last_to_arrive(arrived, splits):
-                gl.store(arrived, 0)
                 state = merge(partial, state, first_part, splits, tiles, 8)
                 store_output(operands, shape, variant, tile, half, state)
+                gl.store(arrived, 0)  # last, because nothing waits for it
         else:
             store_output(operands, shape, variant, tile, half, state)

@@ -13,6 +13,7 @@ from tokenspeed_kernel_amd.gfx950.gemm.operands_device import (
     copy_blocks,
     line_storage,
     load_chunk,
+    store_chunk,
 )
 from tokenspeed_kernel_amd.gfx950.gemm.result_device import load_factors, store_tile
 from tokenspeed_kernel_amd.gfx950.instructions_device import copies
@@ -67,6 +68,18 @@ def read_tile_scales(lines, scales, index, PARTS: gl.constexpr, STEPS: gl.conste
 
 
 @gluon.jit
+def read_part_factors(scales, index, PARTS: gl.constexpr):
+    """Reads a block's float32 scales, those of both operands multiplied, from LDS. Returns a tuple with those of PARTS equal parts
+    of the rows, float32 [rows] in the accumulator's layout."""
+    count: gl.constexpr = scales.shared.shape[1] // PARTS
+    shared = scales.shared.reinterpret(gl.float32, [scales.shared.shape[0] * PARTS, count], plain(1))
+    found = ()
+    for part in gl.static_range(PARTS):
+        found += (shared.index(index * PARTS + part).load(gl.SliceLayout(1, scales.layout)),)
+    return found
+
+
+@gluon.jit
 def read_part(lines, stage, part: gl.constexpr, PARTS: gl.constexpr):
     """Reads a part of an operand's lines, of a block of k, from LDS."""
     count: gl.constexpr = lines.shared.shape[1] // PARTS
@@ -91,16 +104,35 @@ def in_order(acc):
 def add_part(acc, operands, group: gl.constexpr, config: gl.constexpr, shape: gl.constexpr):
     """Adds the dot products of a part of the rows and a part of the columns to their accumulator. ``operands``: as in
     `step_ahead`."""
-    a_parts, a_scale, b_parts, b_scale = operands
+    a_parts, a_scale, b_parts, b_scale, _ = operands
     i: gl.constexpr = group % config.parts_m
     j: gl.constexpr = group // config.parts_m
-    acc = in_order(acc)
     return in_order(isa.mfma_scaled(a_parts[i], a_scale[i], shape.a_format, b_parts[j], b_scale[j], shape.b_format, acc))
 
 
 @gluon.jit
+def multiply_part(like, operands, group: gl.constexpr, config: gl.constexpr, shape: gl.constexpr):
+    """Returns the dot products of a part of the rows and a part of the columns over one block of k, without block scales, and the
+    scales of its rows. ``like``: an accumulator of the same shape."""
+    a_parts, a_scale, b_parts, b_scale, factors = operands
+    i: gl.constexpr = group % config.parts_m
+    j: gl.constexpr = group // config.parts_m
+    acc = gl.zeros_like(like)
+    part = isa.mfma_scaled(a_parts[i], a_scale[i], shape.a_format, b_parts[j], b_scale[j], shape.b_format, acc)
+    return part, factors[i]
+
+
+@gluon.jit
+def add_scaled(acc, pending):
+    """Adds the result of `multiply_part` to the accumulator."""
+    part, factors = pending
+    wide, _ = gl.broadcast(factors[:, None], acc)
+    return in_order(gl.fma(part, wide, acc))
+
+
+@gluon.jit
 def step_ahead(
-    accs, operands, a, b, a_scales, b_scales, block, slot: gl.constexpr, ahead: gl.constexpr, flight: gl.constexpr,
+    accs, pending, operands, a, b, a_scales, b_scales, block, slot: gl.constexpr, ahead: gl.constexpr, flight: gl.constexpr,
     config: gl.constexpr, shape: gl.constexpr,
 ):  # fmt: skip
     """Adds the dot products of a block of k in registers to the accumulators. Meanwhile, starts the copy of a later block, and
@@ -108,12 +140,14 @@ def step_ahead(
 
     Args:
         accs: the accumulators, parts_m x parts_n.
-        operands: the block's parts of a, their scales, the parts of b, and their scales.
+        pending: with block scales, the result of `multiply_part` of the previous block's last group, which is not in the
+            accumulator yet; otherwise not used.
+        operands: the block's parts of a, their scales, the parts of b, and their scales; and a tuple of the float32 scales of the
+            parts of a, empty without block scales.
         block, slot: the block's index, and the pipeline stage that contained it.
         ahead: number of blocks in flight. The block to copy is ``block + ahead``.
         flight: number of blocks in flight after the next one. If it is less than ``ahead - 1``, there is no block to copy.
     """
-    STEPS: gl.constexpr = config.block_k // STEP
     BLOCKS: gl.constexpr = config.chunk // config.block_k
     PM: gl.constexpr = config.parts_m
     PN: gl.constexpr = config.parts_n
@@ -122,6 +156,7 @@ def step_ahead(
     gl.static_assert(PM * PN == 2 + PM + PN)
     a_next = ()
     b_next = ()
+    factors_next = ()
     after = ()
     for group in gl.static_range(PM * PN):
         if group == 0 and COPY:
@@ -132,53 +167,88 @@ def step_ahead(
         elif group == 2:
             copies.wait_group(flight)
             gl.barrier()  # all waves have the next block, and have read the block before: its buffer is free
-            a_scale_next = read_tile_scales(a, a_scales, (block + 1) % BLOCKS, PM, STEPS, BLOCKS)
-            b_scale_next = read_tile_scales(b, b_scales, (block + 1) % BLOCKS, PN, STEPS, BLOCKS)
+            a_scale_next, b_scale_next, factors_next = read_part_scales(
+                a, b, a_scales, b_scales, (block + 1) % BLOCKS, config, shape
+            )
         if group >= 2 and group < 2 + PM:
             a_next += (read_part(a, (slot + 1) % stages, group - 2, PM),)
         elif group >= 2 + PM:
             b_next += (read_part(b, (slot + 1) % stages, group - 2 - PM, PN),)
-        after += (add_part(accs[group], operands, group, config, shape),)
-    return after, (a_next, a_scale_next, b_next, b_scale_next)
+        if shape.scales == "blocks":
+            # The VALU adds a group's dot products during the MFMAs of the next group.
+            following = multiply_part(accs[group], operands, group, config, shape)
+            if group == 0:
+                last = add_scaled(accs[PM * PN - 1], pending)
+            else:
+                after += (add_scaled(accs[group - 1], pending),)
+            pending = following
+        else:
+            after += (add_part(accs[group], operands, group, config, shape),)
+    if shape.scales == "blocks":
+        after += (last,)
+    return after, pending, (a_next, a_scale_next, b_next, b_scale_next, factors_next)
 
 
 @gluon.jit
-def read_parts(a, b, a_scales, b_scales, config: gl.constexpr):
-    """Reads the first block of k from LDS, as `step_ahead` reads the next one."""
+def read_part_scales(a, b, a_scales, b_scales, index, config: gl.constexpr, shape: gl.constexpr):
+    """Reads the scales of the block of k with index ``index`` of its chunk, as `step_ahead` needs them."""
     STEPS: gl.constexpr = config.block_k // STEP
     BLOCKS: gl.constexpr = config.chunk // config.block_k
+    if shape.scales == "blocks":
+        gl.static_assert(STEPS == 1, "a block of k has one scale")
+        a_scale = read_tile_scales(a, None, index, config.parts_m, STEPS, BLOCKS)
+        b_scale = read_tile_scales(b, None, index, config.parts_n, STEPS, BLOCKS)
+        factors = read_part_factors(a_scales, index, config.parts_m)
+    else:
+        a_scale = read_tile_scales(a, a_scales, index, config.parts_m, STEPS, BLOCKS)
+        b_scale = read_tile_scales(b, b_scales, index, config.parts_n, STEPS, BLOCKS)
+        factors = ()
+    return a_scale, b_scale, factors
+
+
+@gluon.jit
+def read_parts(a, b, a_scales, b_scales, config: gl.constexpr, shape: gl.constexpr):
+    """Reads the first block of k from LDS, as `step_ahead` reads the next one."""
     a_parts = ()
     b_parts = ()
     for part in gl.static_range(config.parts_m):
         a_parts += (read_part(a, 0, part, config.parts_m),)
     for part in gl.static_range(config.parts_n):
         b_parts += (read_part(b, 0, part, config.parts_n),)
-    a_scale = read_tile_scales(a, a_scales, 0, config.parts_m, STEPS, BLOCKS)
-    return a_parts, a_scale, b_parts, read_tile_scales(b, b_scales, 0, config.parts_n, STEPS, BLOCKS)
+    a_scale, b_scale, factors = read_part_scales(a, b, a_scales, b_scales, 0, config, shape)
+    return a_parts, a_scale, b_parts, b_scale, factors
 
 
 @gluon.jit
 def store_tile_chunk(a_scales, b_scales, a_words, b_words, STEPS: gl.constexpr):
-    """Stores a chunk of the scales of both operands for `read_tile_scales`."""
-    store_tile_scales(a_scales, a_words, STEPS)
-    store_tile_scales(b_scales, b_words, STEPS)
+    """Stores a chunk of the scales of both operands for `read_part_scales`."""
+    if a_words.dtype == gl.float32:
+        store_chunk(a_scales, b_scales, a_words, b_words)
+    else:
+        store_tile_scales(a_scales, a_words, STEPS)
+        store_tile_scales(b_scales, b_words, STEPS)
 
 
 @gluon.jit
-def multiply_ahead(a, b, a_scales, b_scales, mfma: gl.constexpr, config: gl.constexpr, shape: gl.constexpr):
+def multiply_ahead(
+    a, b, a_scales, b_scales, epilogue, mfma: gl.constexpr, config: gl.constexpr, shape: gl.constexpr
+):  # fmt: skip
     """Does what `multiply` does, with one wave per SIMD: MFMAs read one block of k from registers, while the next one is read from
-    LDS. Returns the accumulators without the last block, and the last block."""
+    LDS. Returns the accumulators without the last block, the `pending` group of `step_ahead`, the last block, and what
+    `load_part_factors` loads. ``epilogue``: its arguments."""
     stages: gl.constexpr = config.stages
     blocks: gl.constexpr = (shape.split_k + config.block_k - 1) // config.block_k
     per_chunk: gl.constexpr = config.chunk // config.block_k
     ahead: gl.constexpr = blocks if blocks <= stages else stages - 1  # blocks in flight
     steady: gl.constexpr = (blocks - ahead) // stages * stages
     STEPS: gl.constexpr = config.block_k // STEP
-    scaled: gl.constexpr = shape.scales == "mx"
+    scaled: gl.constexpr = shape.scales == "mx" or shape.scales == "blocks"
     if scaled:
         a_words, b_words = load_chunk(a_scales, b_scales, 0)
     for first in gl.static_range(ahead):
         copy_blocks(a, b, first, first, shape)
+        if first == 0:  # the wait for the first block must not include later loads
+            factors = load_part_factors(epilogue, mfma, config, shape)
     accs = ()
     for _ in gl.static_range(config.parts_m * config.parts_n):
         accs += (in_order(gl.zeros([config.block_m // config.parts_m, config.block_n // config.parts_n], gl.float32, mfma)),)
@@ -188,44 +258,70 @@ def multiply_ahead(a, b, a_scales, b_scales, mfma: gl.constexpr, config: gl.cons
             a_words, b_words = load_chunk(a_scales, b_scales, 1)
     copies.wait_group(ahead - 1)
     gl.barrier()
-    operands = read_parts(a, b, a_scales, b_scales, config)
+    operands = read_parts(a, b, a_scales, b_scales, config, shape)
+    pending = ()
+    if shape.scales == "blocks":
+        rows = gl.zeros([config.block_m // config.parts_m], gl.float32, gl.SliceLayout(1, mfma))
+        pending = (gl.zeros_like(accs[0]), rows)
     for first in range(0, steady, stages):
         for i in gl.static_range(stages):
             if scaled and i == stages - 1:  # noqa: SIM102  (a compile-time condition, and one at run time)
                 if (first + stages) % per_chunk == 0:
                     store_tile_chunk(a_scales, b_scales, a_words, b_words, STEPS)
                     a_words, b_words = load_chunk(a_scales, b_scales, (first + stages) // per_chunk + 1)
-            accs, operands = step_ahead(accs, operands, a, b, a_scales, b_scales, first + i, i, ahead, ahead - 1, config, shape)
+            accs, pending, operands = step_ahead(
+                accs, pending, operands, a, b, a_scales, b_scales, first + i, i, ahead, ahead - 1, config, shape
+            )
     for block in gl.static_range(steady, blocks - 1):
         if scaled and (block + 1) % per_chunk == 0:
             store_tile_chunk(a_scales, b_scales, a_words, b_words, STEPS)
             if block + 1 + per_chunk < blocks:
                 a_words, b_words = load_chunk(a_scales, b_scales, (block + 1) // per_chunk + 1)
-        accs, operands = step_ahead(
-            accs, operands, a, b, a_scales, b_scales, block, block % stages, ahead, min(ahead - 1, blocks - 2 - block), config,
-            shape,
+        accs, pending, operands = step_ahead(
+            accs, pending, operands, a, b, a_scales, b_scales, block, block % stages, ahead,
+            min(ahead - 1, blocks - 2 - block), config, shape,
         )  # fmt: skip
-    return accs, operands
+    return accs, pending, operands, factors
 
 
 @gluon.jit
-def store_parts(out, bias, accs, operands, a, b, first_row, first_column, m, config: gl.constexpr, shape: gl.constexpr):
+def load_part_factors(epilogue, mfma: gl.constexpr, config: gl.constexpr, shape: gl.constexpr):
+    """Loads what the epilogues of all parts of a tile need, see `load_factors`."""
+    bias, a, b, first_row, first_column, m = epilogue
+    rows: gl.constexpr = config.block_m // config.parts_m
+    columns: gl.constexpr = config.block_n // config.parts_n
+    like = gl.zeros([rows, columns], gl.float32, mfma)
+    factors = ()
+    for group in gl.static_range(config.parts_m * config.parts_n):
+        row = first_row + group % config.parts_m * rows
+        column = first_column + group // config.parts_m * columns
+        factors += (load_factors(like, bias, a, b, row, column, m, shape),)
+    return factors
+
+
+@gluon.jit
+def store_parts(out, accs, pending, operands, factors, first_row, first_column, m, config: gl.constexpr, shape: gl.constexpr):
     """Adds the last block of k to the accumulators, and stores each part of the tile during the MFMAs of the next part."""
     PM: gl.constexpr = config.parts_m
     rows: gl.constexpr = config.block_m // PM
     columns: gl.constexpr = config.block_n // config.parts_n
-    factors = ()
-    for group in gl.static_range(len(accs)):
-        row = first_row + group % PM * rows
-        column = first_column + group // PM * columns
-        factors += (load_factors(accs[group], bias, a, b, row, column, m, shape),)
     last = ()
     for group in gl.static_range(len(accs)):
-        last += (add_part(accs[group], operands, group, config, shape),)
+        if shape.scales == "blocks":
+            following = multiply_part(accs[group], operands, group, config, shape)
+            if group == 0:
+                final = add_scaled(accs[len(accs) - 1], pending)
+            else:
+                last += (add_scaled(accs[group - 1], pending),)
+            pending = following
+        else:
+            last += (add_part(accs[group], operands, group, config, shape),)
         if group > 0:
             row = first_row + (group - 1) % PM * rows
             column = first_column + (group - 1) // PM * columns
             store_tile(out, last[group - 1], factors[group - 1], row, column, m, shape)
+    if shape.scales == "blocks":
+        last += (add_scaled(final, pending),)
     row = first_row + (len(accs) - 1) % PM * rows
     column = first_column + (len(accs) - 1) // PM * columns
     store_tile(out, last[len(accs) - 1], factors[len(accs) - 1], row, column, m, shape)

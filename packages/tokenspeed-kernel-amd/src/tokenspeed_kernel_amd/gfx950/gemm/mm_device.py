@@ -153,8 +153,9 @@ def mm_kernel(a, b, m, per_xcd, out, bias, partial, config: gl.constexpr, shape:
             b_scales = open_column_scales(b, first_column, split, a_scales, config, shape)
         if config.parts_m:
             gl.static_assert(shape.splits == 1)
-            accs, operands = multiply_ahead(lines_a, lines_b, a_scales, b_scales, mfma, config, shape)
-            store_parts(out, bias, accs, operands, a, b, first_row, first_column, m, config, shape)
+            epilogue = (bias, a, b, first_row, first_column, m)
+            accs, pending, last, factors = multiply_ahead(lines_a, lines_b, a_scales, b_scales, epilogue, mfma, config, shape)
+            store_parts(out, accs, pending, last, factors, first_row, first_column, m, config, shape)
             return
         acc = multiply(lines_a, lines_b, a_scales, b_scales, mfma, config, shape)
         if shape.splits > 1:

@@ -7,6 +7,12 @@ and its scale has six significant bits, and lies between 2^-10 and 2688: float16
 A lane reads 32 adjacent elements of a line at once, but an MFMA takes 8 of them. So the MFMAs' order of k is not that of memory; it
 is the same for both operands. Codes become float16s by table look-ups: by the timing model, 12 instructions for 8 codes take 48
 cycles, and 4 conversions 64.
+
+The VALU limits few rows: 16 x 2048 x 4096 takes 1.89 us by the timing model, where mxfp4 takes 1.09. Every workgroup multiplies the
+codes of all 16 rows of a, as many as those of its own columns. Workgroups of more columns would share that, but then fewer CUs have
+work, and splits of k would cost a merge of 0.8 us. Multiplications select a scale's half of a word; a copy of the scale to both
+halves took 0.03 us longer. Not tried: scales after MFMAs of 16 elements, which take a multiplication per element of each partial
+sum instead.
 """
 
 from __future__ import annotations
@@ -18,29 +24,60 @@ from tokenspeed_kernel_amd.gluon.layouts_device import axis_layout, plain
 
 
 @gluon.jit
-def scale_pairs(scales, block, words):
-    """Reads the scales of a block of k from LDS, and repeats each in both halves of a word, for all ``words`` of codes: int32
-    [waves_k, lines, 16]."""
-    waves: gl.constexpr = words.shape[0]
-    lines: gl.constexpr = words.shape[1]
-    # Words of codes: scale word, its half, the half's byte, and the word of codes that share the scale.
-    layout: gl.constexpr = words.reshape(waves, lines, 2, 2, 2, 2).type.layout
-    pairs: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, layout))
+def scale_pairs(scales, block, like):
+    """Reads the scales of a block of k from LDS. Returns float16s, two scales in a word: int32 of the shape and layout of ``like``,
+    [waves_k, lines, 4, 2], where a lane's words of codes with one of the scales are adjacent."""
+    waves: gl.constexpr = like.shape[0]
+    lines: gl.constexpr = like.shape[1]
+    # Words of codes: scale word, its half, and the word of codes that share the scale.
+    layout: gl.constexpr = like.reshape(waves, lines, 2, 2, 2).type.layout
+    pairs: gl.constexpr = gl.SliceLayout(4, layout)
     count: gl.constexpr = scales.shared.shape[0] * scales.shared.shape[1] // (2 * waves * lines)
     shared = scales.shared.reinterpret(gl.int32, [count, 2 * waves * lines], plain(1)).index(block)
     shared = shared.reinterpret(gl.int32, [waves, 2, lines], plain(3)).permute([0, 2, 1])
     word = shared.load(gl.SliceLayout(3, pairs))[:, :, :, None]
     shift = gl.arange(0, 2, axis_layout(pairs, 4, 3))[None, None, None, :] * 16
-    # Two e4m3 scales to float16; then one of them to both halves.
     both = gl.inline_asm_elementwise(
         "v_cvt_scalef32_pk_f16_fp8 $0, $1, 1.0", "=v,v", [word >> shift], dtype=gl.int32, is_pure=True, pack=1
     )
-    even = both & 0xFFFF
-    odd = (both >> 16) & 0xFFFF
-    found = gl.join(even | even << 16, odd | odd << 16)
-    found = gl.convert_layout(found, gl.SliceLayout(5, layout), assert_trivial=True)[:, :, :, :, :, None]
-    found, _ = gl.broadcast(found, words.reshape(waves, lines, 2, 2, 2, 2))
-    return gl.convert_layout(found.reshape(waves, lines, 16), words.type.layout, assert_trivial=True)
+    found, _ = gl.broadcast(both[:, :, :, :, None], like.reshape(waves, lines, 2, 2, 2))
+    return gl.convert_layout(found.reshape(waves, lines, 4, 2), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def scaled_codes(words, scale, HALF: gl.constexpr):
+    """Converts words of eight codes to float16s, and multiplies them by a scale. Returns four int32 tensors, with the codes' pairs.
+    ``HALF``: which float16 of ``scale`` is the scale."""
+    # The compiler would take 17 instructions for the first 12. Registers $1 and $3: the upper bytes of four float16s each, of the
+    # lower and of the upper codes of each byte.
+    use: gl.constexpr = " op_sel:[0,1]" if HALF else " op_sel_hi:[1,0]"
+    text: gl.constexpr = (
+        "v_and_b32 $0, 0x07070707, $4\n\tv_lshrrev_b32 $2, 4, $4\n\tv_and_b32 $2, 0x07070707, $2\n\t"
+        "v_perm_b32 $0, $6, $7, $0\n\tv_perm_b32 $2, $6, $7, $2\n\t"
+        "v_lshlrev_b32 $1, 4, $4\n\tv_and_or_b32 $1, $1, $8, $0\n\tv_and_or_b32 $3, $4, $8, $2\n\t"
+        "v_perm_b32 $0, $1, $1, $9\n\tv_and_b32 $1, 0xff00ff00, $1\n\t"
+        "v_perm_b32 $2, $3, $3, $9\n\tv_and_b32 $3, 0xff00ff00, $3\n\t"
+        "v_pk_mul_f16 $0, $0, $5" + use + "\n\tv_pk_mul_f16 $1, $1, $5" + use + "\n\t"
+        "v_pk_mul_f16 $2, $2, $5" + use + "\n\tv_pk_mul_f16 $3, $3, $5" + use
+    )
+    return gl.inline_asm_elementwise(
+        text, "=&v,=&v,=&v,=&v,v,v,v,v,v,v",
+        [
+            words,
+            scale,
+            gl.full_like(words, 0x46444240),  # the upper bytes of the float16s 6, 4, 3 and 2
+            gl.full_like(words, 0x3E3C3800),  # 1.5, 1, 0.5 and 0
+            gl.full_like(words, 0x80808080 - 2**32),
+            gl.full_like(words, 0x020C000C),  # bytes 0 and 2 to the upper bytes of two float16s
+        ],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def together(even, odd):
+    """Joins words of the two scales of a lane, [waves_k, lines, 4, 2] each, in the order of k: [waves_k, lines, 16]."""
+    return gl.join(even, odd).permute(0, 1, 2, 4, 3).reshape(even.shape[0], even.shape[1], 16)
 
 
 @gluon.jit
@@ -56,28 +93,12 @@ def products(words, scales, block, mfma: gl.constexpr, INDEX: gl.constexpr):
     """
     waves: gl.constexpr = words.shape[0]
     lines: gl.constexpr = words.shape[1]
-    # The compiler would take 17 instructions for the first 12. Registers $1 and $3: the upper bytes of four float16s each, of the
-    # lower and of the upper codes of each byte.
-    text: gl.constexpr = (
-        "v_and_b32 $0, 0x07070707, $4\n\tv_lshrrev_b32 $2, 4, $4\n\tv_and_b32 $2, 0x07070707, $2\n\t"
-        "v_perm_b32 $0, $6, $7, $0\n\tv_perm_b32 $2, $6, $7, $2\n\t"
-        "v_lshlrev_b32 $1, 4, $4\n\tv_and_or_b32 $1, $1, $8, $0\n\tv_and_or_b32 $3, $4, $8, $2\n\t"
-        "v_perm_b32 $0, $1, $1, $9\n\tv_and_b32 $1, 0xff00ff00, $1\n\t"
-        "v_perm_b32 $2, $3, $3, $9\n\tv_and_b32 $3, 0xff00ff00, $3\n\t"
-        "v_pk_mul_f16 $0, $0, $5\n\tv_pk_mul_f16 $1, $1, $5\n\tv_pk_mul_f16 $2, $2, $5\n\tv_pk_mul_f16 $3, $3, $5"
-    )
-    first, second, third, fourth = gl.inline_asm_elementwise(
-        text, "=&v,=&v,=&v,=&v,v,v,v,v,v,v",
-        [
-            words,
-            scale_pairs(scales, block, words),
-            gl.full_like(words, 0x46444240),  # the upper bytes of the float16s 6, 4, 3 and 2
-            gl.full_like(words, 0x3E3C3800),  # 1.5, 1, 0.5 and 0
-            gl.full_like(words, 0x80808080 - 2**32),
-            gl.full_like(words, 0x020C000C),  # bytes 0 and 2 to the upper bytes of two float16s
-        ],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
+    even, odd = gl.split(words.reshape(waves, lines, 4, 2, 2).permute(0, 1, 2, 4, 3))
+    scale = scale_pairs(scales, block, even)
+    first, second, third, fourth = scaled_codes(even, scale, 0)
+    first_odd, second_odd, third_odd, fourth_odd = scaled_codes(odd, scale, 1)
+    first, second = together(first, first_odd), together(second, second_odd)
+    third, fourth = together(third, third_odd), together(fourth, fourth_odd)
     pairs = gl.join(gl.join(first, third), gl.join(second, fourth))
     found = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16)).to(gl.float16, bitcast=True)
     # An MFMA takes one word of each lane: four words of a lane are adjacent.

@@ -73,8 +73,13 @@ def load_factors(like, bias, a, b, first_row, first_column, m, shape: gl.constex
     scales = ()
     added = ()
     if shape.scales == "lines":
-        row_scale = gl.load(a.scale + (first_row + row) * shape.a_scale_stride, mask=row < m - first_row, other=0.0)
-        scales = (row_scale, gl.load(b.scale + (first_column + column) * shape.b_scale_stride, mask=exists, other=0.0))
+        # Buffer loads, because masked loads from pointers are branches, each with a wait.
+        row_scale = a.scale + gl.to_tensor(first_row).to(gl.int64) * shape.a_scale_stride
+        column_scale = b.scale + gl.to_tensor(first_column).to(gl.int64) * shape.b_scale_stride
+        scales = (
+            isa.buffer_load(row_scale, row * shape.a_scale_stride, mask=row < m - first_row),
+            isa.buffer_load(column_scale, column * shape.b_scale_stride, mask=exists),
+        )
     elif shape.scales == "nvfp4":
         scales = (gl.load(a.alpha),)
     if bias is not None:
