@@ -1,7 +1,4 @@
-"""Device code of MLA decode: a tile of query rows against one split of a sequence's latents, and the split-KV merge.
-
-``mla_decode`` explains the tile, the LDS and the splits.
-"""
+"""Device code of MLA decode: a tile of query rows against one split of the latents, and the merge. See ``mla_decode``."""
 
 from __future__ import annotations
 
