@@ -264,8 +264,8 @@ def selected(rounds: Sequence[Round], numbers: Sequence[int], cases: Sequence[st
 
 
 def shares_of(words: Sequence[str], cases: Sequence[str], variants: Sequence[str]) -> tuple[Engines, ...]:
-    """Returns the engines that ``--engines`` names. Each word has the engines that start together on a GPU, joined
-    by commas: ``CASE:VARIANT``. GPUs take the words in turn. Exits if a case or a variant is unknown.
+    """Returns the engines that ``--engines`` names. A word names engines that start together on one GPU, such as
+    ``CASE:VARIANT,CASE:VARIANT``. GPUs take the words in turn. Exits if a case or a variant is unknown.
     """
 
     def engine(text: str) -> tuple[str, str]:

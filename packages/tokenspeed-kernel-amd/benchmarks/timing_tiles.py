@@ -83,7 +83,7 @@ def tiles_of(case: Any, launch: Any, fits: Any, device: Any) -> tuple[Tiles, Any
 
 
 def own_tiles(case: Any, tiles: Tiles, workers: int) -> dict[int, list[int]]:
-    """Returns the indices of each workgroup's tiles, in the order of our kernel (gfx950/attention/prefill_device.py).
+    """Returns the indices of each workgroup's tiles, in the order in which `gfx950/attention/prefill_device.py` computes them.
 
     Each XCD computes its own heads. The tiles of an XCD, those with most keys first, are assigned to its CUs in rounds. Every
     second round assigns in reverse order. The workgroups of a CU handle the CU's rounds alternately.
@@ -118,7 +118,7 @@ def prefill_seconds(case: Any, tiles: Tiles, own_order: bool, device: Any) -> fl
             alone[unit] = max(alone[unit], tiles.alone.idle + sum(map(tiles.alone.tile, places)))
             load[unit] += tiles.together.idle + sum(map(tiles.together.tile, places))
     else:
-        # Every CU starts as many workgroups as fit on it. It starts fewer if there are not enough tiles.
+        # A CU starts as many workgroups as fit, or fewer if there are not enough tiles.
         each = min(tiles.resident, -(-count * case.sequences * case.heads // units))
         loads = [(each * tiles.together.idle, unit) for unit in range(units)]
         alone = [0.0] * units

@@ -64,7 +64,8 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     Dense,
     config_of,
 )
-from tokenspeed_kernel_nvidia.sm90.layers.launch import PersistentLayers, persistent_program
+from tokenspeed_kernel_nvidia.sm90.layers.launch import persistent_program
+from tokenspeed_kernel_nvidia.sm90.layers.variants import PersistentLayers
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import config_of as stream_config_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import stream_program
 

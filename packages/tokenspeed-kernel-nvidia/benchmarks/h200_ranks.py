@@ -32,6 +32,7 @@ import tokenspeed_kernel as ops
 from tokenspeed_kernel import DecoderWeights, ProcessGroup
 from tokenspeed_kernel.workbench.benchmark import write_result
 from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
+from tokenspeed_kernel_base.ops.decoder.weights import REPLICATED
 from tokenspeed_kernel_nvidia.sm90.layers.config import (
     ACTIVATED,
     ATTENDED,
@@ -43,12 +44,12 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     TOTALS,
     config_of,
 )
-from tokenspeed_kernel_nvidia.sm90.layers.launch import PersistentLayers
+from tokenspeed_kernel_nvidia.sm90.layers.variants import PersistentLayers
 
 RANKS = 2
 SHAPE = Shape(replace(GPT_OSS_120B, name="gpt-oss-120b, half", intermediate=GPT_OSS_120B.intermediate // RANKS), 1)
 TODAY = "today's launches"
-SAME = ("input_norm", "norm", "router", "router_bias")  # weights that are equal on all ranks
+WORDS = 8 << 20  # of the scratch memory, enough for every variant
 # The options of `config_of` of each variant.
 CHOICES: dict[str, dict[str, Any]] = {
     "served": {},
@@ -86,8 +87,7 @@ class SharedBatch(Batch):
     def launch_of(self, options: Mapping[str, Any]) -> PersistentLayers:
         """Returns the launch object of a variant. All variants of a size use the same memory, one after another."""
         config = config_of(self.tokens, ranks=RANKS, cooperative=True, **options)
-        count = 8 << 20
-        shared = self.group.shared_words(f"variants, {self.tokens} tokens", count)
+        shared = self.group.shared_words(f"variants, {self.tokens} tokens", WORDS)
         memory = shared.memory[0]
         memory.zero_()
         torch.cuda.synchronize()
@@ -125,7 +125,7 @@ def model_of(layers: int, device: torch.device) -> Model:
     """Returns this rank's shard of random layers."""
     model = Model(layers, device, SHAPE, kv_heads=8 // RANKS, seed=100 * dist.get_rank())
     for layer in model.weights:
-        for name in SAME:
+        for name in REPLICATED:
             dist.broadcast(getattr(layer, name), 0)
     return model
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia.sm90.layers.config import CHAIN, EVENTS
-from tokenspeed_kernel_nvidia.sm90.layers.launch import PersistentLayers
+from tokenspeed_kernel_nvidia.sm90.layers.variants import PersistentLayers
 
 
 def gathered(layers: PersistentLayers, run: Callable[[], None], rounds: int, calls: int = 3) -> Tensor:

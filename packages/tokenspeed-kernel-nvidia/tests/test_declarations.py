@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tokenspeed_kernel
-from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.cases import Case, Recipe
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8
 from tokenspeed_kernel_base.platform import named_platform, use_platform
@@ -352,11 +352,9 @@ def kit_cases(kernel: str) -> list[Case] | None:
         return None
     dtype = getattr(torch, kernel.rpartition("_")[2])
     base = next(case for case in get_operator("mm").all_cases() if case.name == "dense, one token, float16")
-    sizes = {"m": 20, "k": 3080, "n": 2048, "dtype": dtype}
-    return [
-        Case("20 rows", base.make.vary(**sizes)),  # type: ignore[attr-defined]
-        Case("20 rows and a bias", base.make.vary(**sizes, bias=dtype)),  # type: ignore[attr-defined]
-    ]
+    assert isinstance(base.make, Recipe)
+    made = base.make.vary(m=20, k=3080, n=2048, dtype=dtype)
+    return [Case("20 rows", made), Case("20 rows and a bias", made.vary(bias=dtype))]
 
 
 @pytest.mark.slow

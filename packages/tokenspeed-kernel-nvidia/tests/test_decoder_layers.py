@@ -259,12 +259,12 @@ def test_weights_and_pages_that_the_kernel_does_not_read(registered: KernelRegis
     with pytest.raises(ValueError, match="num_experts must be a multiple of 4, got 6"):
         launch.decoder_layers(**call)
     with pytest.raises(ValueError, match=r"layers\[0\].sinks must be given, got None"):
-        launch._check_layer(0, dataclasses.replace(call["weights"].layers[0], sinks=None))
+        launch.check_layer(0, dataclasses.replace(call["weights"].layers[0], sinks=None))
     layer = prepared(CASES[NARROW + "fp8 dense weights, one token"], kernel=FP8)["weights"].layers[0]
     with pytest.raises(ValueError, match=r"layers\[0\].projection must be torch.float8_e4m3fn, got torch.bfloat16"):
-        launch._check_layer(0, dataclasses.replace(layer, projection=layer.projection.bfloat16(), projection_scale=None))
+        launch.check_layer(0, dataclasses.replace(layer, projection=layer.projection.bfloat16(), projection_scale=None))
     with pytest.raises(ValueError, match=r"layers\[0\].qkv_scale must have the shape \(320, 1\), got None"):
-        launch._check_layer(0, dataclasses.replace(layer, qkv_scale=None))
+        launch.check_layer(0, dataclasses.replace(layer, qkv_scale=None))
 
 
 def test_scratch_memory_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer
+from tokenspeed_kernel_base.ops.decoder.weights import REPLICATED, DecoderLayer
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
@@ -32,7 +32,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     config_of,
     every_config,
 )
-from tokenspeed_kernel_nvidia.sm90.layers.launch import PersistentLayers
+from tokenspeed_kernel_nvidia.sm90.layers.variants import PersistentLayers
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, GROUPS, SHARED_BYTES
 
 from .experts import GPT_OSS, RandomLayer
@@ -210,8 +210,8 @@ def shared_model(count: int, *sizes: Any, **options: Any) -> list[Model]:
         model.x = first.x
         model.weights = [
             dataclasses.replace(
-                mine, input_norm=its.input_norm, norm=its.norm, router=its.router, router_bias=its.router_bias,
-                projection_bias=torch.zeros_like(its.projection_bias),
+                mine, projection_bias=torch.zeros_like(its.projection_bias),
+                **{name: getattr(its, name) for name in REPLICATED},
             )
             for mine, its in zip(model.weights, first.weights, strict=True)
         ]  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,15 +76,15 @@ def test_a_constant_is_used(name: str, instruction: str, cycles: dict[str, float
         assert result.cycles / 200 == pytest.approx(wanted, rel=0.03)
 
 
-def _launch(emulated: object) -> LaunchReport:
+def _launch(emulated: Callable[..., Any]) -> LaunchReport:
     x, out = torch.arange(4096.0), torch.empty(4096)
-    with emulated(counters=True) as emulator:  # type: ignore[operator]
+    with emulated(counters=True) as emulator:
         elementwise.add[(4,)](x, x, out, 4096, 1024)
     return emulator.launches[0]
 
 
 @pytest.mark.parametrize("emulated", [emulated_gfx950, emulated_gfx942])
-def test_the_times_are_ordered(emulated: object) -> None:
+def test_the_times_are_ordered(emulated: Callable[..., Any]) -> None:
     found = ranges.predict_range(_launch(emulated))
     assert 0 < found.fast.seconds < found.modelled.seconds < found.slow.seconds
     assert found.modelled.device in DEVICES

@@ -58,7 +58,8 @@ def inputs(dtype: torch.dtype = torch.bfloat16, states: torch.dtype = torch.floa
 
 
 def recurrence(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token after another: the state decays, and takes what the key does not yet give."""
+    """Computes the gated delta rule token by token, in float64. For each token the state decays, and then gets the difference
+    between the value and what the state returns for the key."""
     q, k, v = (given[name][0].double() for name in ("q", "k", "v"))
     q, k = (torch.nn.functional.normalize(part, dim=-1).repeat_interleave(V_HEADS // HEADS, 1) for part in (q, k))
     outs, states = [], given["initial_state"].double()

@@ -81,7 +81,7 @@ def read_part_factors(scales, index, PARTS: gl.constexpr):
 
 @gluon.jit
 def read_part(lines, stage, part: gl.constexpr, PARTS: gl.constexpr):
-    """Reads a part of an operand's lines, of a block of k, from LDS."""
+    """Reads some of an operand's lines from LDS, for one block of k."""
     count: gl.constexpr = lines.shared.shape[1] // PARTS
     size: gl.constexpr = lines.shared.shape[2]
     stages: gl.constexpr = lines.shared.shape[0]

@@ -22,7 +22,7 @@ def bytes_of(elements, format):
 
 @gluon.constexpr_function
 def is_dense(format):
-    """Whether elements are 16-bit floats. Their lines are copied as bytes, too."""
+    """Whether elements are 16-bit floats. Lines of these elements are copied as bytes, like quantised lines."""
     return format == "bf16" or format == "fp16"
 
 

@@ -108,7 +108,7 @@ class PeerMemory:
         self._kept: Any = None
 
     def found(self, addresses: Sequence[int], memory: Sequence[Tensor] = (), kept: Any = None) -> None:
-        """Sets what `Shared` has of the memory."""
+        """Sets the addresses and the tensors of all ranks' memory, see `Shared`."""
         self.memory, self._kept = tuple(memory), kept
         others = [addresses[(self.rank + 1 + index) % self.world_size] for index in range(self.world_size - 1)]
         own = addresses[self.rank]

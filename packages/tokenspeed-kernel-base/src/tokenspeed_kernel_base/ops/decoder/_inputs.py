@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.cases import Draw, recipe
 from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
+from tokenspeed_kernel_base.ops.decoder.weights import REPLICATED, DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.ops.gemm import _inputs as operands
 from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs as expert_inputs
 
@@ -113,9 +113,8 @@ def draw_as_rank(drawn: Callable[[], dict[str, Any]], ranks: bool) -> dict[str, 
     group = ProcessGroup.with_peer_memory()
     found = [drawn() for _ in range(group.world_size)]
     own = found[group.rank]
-    same = ("input_norm", "norm", "router", "router_bias")
     layers = [
-        dataclasses.replace(layer, **{name: getattr(first, name) for name in same})
+        dataclasses.replace(layer, **{name: getattr(first, name) for name in REPLICATED})
         for layer, first in zip(own["weights"].layers, found[0]["weights"].layers, strict=True)
     ]
     return {**own, "weights": DecoderWeights(layers, group)}

@@ -96,7 +96,7 @@ def decoder_layers(
     the experts. At the end the last experts are added. If the weights have a group of ranks that share the layers, `all_reduce`
     sums the projection and the experts' output over ranks; every rank must make the same calls, with the same x. A fused kernel
     rounds at the same points. It selects the same experts, unless another order of summation changes a rounding that decides the
-    selection. Sums over ranks are rounded once, with the residual stream.
+    selection. But a fused kernel may add a sum over ranks to the residual stream before it rounds.
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``: the residual stream before the first layer. Each token is the last token of its

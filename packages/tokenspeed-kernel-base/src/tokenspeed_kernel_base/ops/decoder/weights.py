@@ -56,6 +56,8 @@ class DecoderLayer:
     projection_scale: Tensor | None = None
 
 
+# The tensors that ranks which share layers have alike.
+REPLICATED = ("input_norm", "norm", "router", "router_bias")
 # The tensors of a layer, and of its experts.
 DENSE = tuple(field.name for field in dataclasses.fields(DecoderLayer) if field.name not in ("experts", "window_left"))
 EXPERTS = tuple(field.name for field in dataclasses.fields(MoEWeights) if field.name != "layout")

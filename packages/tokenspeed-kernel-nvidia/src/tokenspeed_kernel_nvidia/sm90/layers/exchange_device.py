@@ -16,7 +16,8 @@ A CTA overwrites an addend of one sum only after it has read the addends of the 
 stores those after it has read the addends that are overwritten. So no word is overwritten too early, and 8 bits suffice.
 
 Counters count this GPU's CTAs only: counters of the other ranks' stores made a layer of one token 0.7 us slower. A thread first
-loads the words of all ranks, and then again the words of those ranks whose words it lacks: 0.5 us faster than loading all again.
+loads the words of all ranks, and then again the words of those ranks whose words it lacks. For one token this is 0.5 us faster
+than loading all again.
 
 A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
 more than once. So a launch always ends, whatever went wrong. The launch's results are then NaN.

@@ -57,7 +57,6 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     CHUNK_BYTES,
     EVENTS,
     EXPERTS,
-    FAILED,
     GROUP_HEADS,
     HEAD_DIM,
     HEAD_WORDS,
@@ -77,7 +76,6 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
     WIDTH,
     Config,
     Dense,
-    config_of,
     every_config,
     served_config,
     usual_configs,
@@ -244,7 +242,7 @@ def table_of(
 
 
 def _address(tensor: Tensor | None) -> int:
-    assert tensor is not None  # `_check_layer` has checked this
+    assert tensor is not None  # `check_layer` has checked this
     address: int = tensor.data_ptr()
     return address
 
@@ -281,7 +279,7 @@ def _kept_table(weights: DecoderWeights, k_cache: Tensor, v_cache: Tensor, ctas:
                 "weights, and a table of addresses on the device"
             )
         for index, layer in enumerate(weights.layers):
-            _check_layer(index, layer)
+            check_layer(index, layer)
         copies = _copies.setdefault(weights, {})
         if ctas not in copies:
             copies[ctas] = copies_of(weights.layers, ctas)
@@ -332,7 +330,7 @@ def decoder_layers(
     layers, device, kv_heads = len(weights.layers), x.get_device(), k_cache.shape[3]
     page_size, head_dim = k_cache.shape[2], k_cache.shape[4]
     heads = weights.layers[0].projection.shape[1] // head_dim
-    _check_pages(page_size, head_dim)
+    check_pages(page_size, head_dim)
     group = weights.group
     config = served_config(min(tokens, max(TOKENS)), dense_of(weights.layers[0]), weights.world_size)
     ctas = ctas_of(plan, tokens, heads, kv_heads, sm_count_of(device))
@@ -361,12 +359,12 @@ def decoder_layers(
     return outputs[-1] if out is None else out.copy_(outputs[-1])
 
 
-def _check_pages(page_size: int, head_dim: int) -> None:
+def check_pages(page_size: int, head_dim: int) -> None:
     if page_size % KEYS or head_dim != HEAD_DIM:
         raise ValueError(f"persistent layers: pages must be a multiple of {KEYS} by 64, got {page_size} by {head_dim}")
 
 
-def _check_layer(index: int, layer: DecoderLayer) -> None:
+def check_layer(index: int, layer: DecoderLayer) -> None:
     """Raises ValueError for weights that the kernel does not support. The registered traits are not checked if a caller names the
     kernel."""
     if layer.experts.layout != LAYOUT:
@@ -433,140 +431,6 @@ for (_name, _dense, _hidden), (_suffix, _tokens, _priority) in itertools.product
         accuracy=ACCURACY,
         weight_preprocessor=prepare_weights,
     )(decoder_layers)
-
-
-# -- variants ------------------------------------------------------------------------------------------------------------------
-
-
-class PersistentLayers:
-    """Some layers' weights and caches, and the memory that their launches share, to test and to measure variants of the kernel.
-    Launches of one object must not overlap.
-
-    Args:
-        weights: each layer's weights.
-        caches: each layer's keys and values, bfloat16 ``[pages, page_size, kv_heads, 64]``, all with the same strides.
-        tokens: the number of tokens of a launch, one of each sequence.
-        table: cosines and sines of the rotary embedding, float32 ``[positions, 64]``.
-        plan: the plan of the experts.
-        scale: the softmax scale.
-        eps: added to the mean square.
-        config: the configuration; None for that of `config_of`. With several ranks, the sizes and weights are this rank's.
-        ctas: the number of CTAs; None for one per SM.
-        polls: how often a warp polls before it gives up.
-        rank: this object's rank, if the configuration has several. Then call `connect` before the first launch.
-        memory: zeroed int32 words for the scratch memory; None to allocate them.
-
-    Raises:
-        ValueError: a size is not supported.
-    """
-
-    def __init__(
-        self,
-        weights: Sequence[DecoderLayer],
-        caches: Sequence[tuple[Tensor, Tensor]],
-        tokens: int,
-        table: Tensor,
-        plan: MoEPlan,
-        scale: float = HEAD_DIM**-0.5,
-        eps: float = 1e-5,
-        config: Config | None = None,
-        ctas: int | None = None,
-        polls: int = POLLS,
-        rank: int = 0,
-        memory: Tensor | None = None,
-    ) -> None:
-        layers, keys = len(weights), caches[0][0]
-        heads = weights[0].projection.shape[1] // HEAD_DIM
-        config = config or config_of(min(tokens, max(TOKENS)), dense=dense_of(weights[0]))
-        if config.dense != dense_of(weights[0]):
-            raise ValueError(
-                f"persistent layers: the configuration is for dense weights in {config.dense}, not {dense_of(weights[0])}"
-            )
-        ctas = sm_count_of(weights[0].qkv.get_device()) if ctas is None else ctas
-        self._launch = launch_of(plan, layers, tokens, heads, keys.shape[2], ctas, config, eps, scale, polls)
-        for index, layer in enumerate(weights):
-            _check_layer(index, layer)
-        for cache in (cache for both in caches for cache in both):
-            alike = cache.shape == keys.shape and cache.stride() == keys.stride() and cache.dtype == torch.bfloat16
-            if not alike or cache.stride(3) != 1:
-                raise ValueError("persistent layers: all caches must be bfloat16 of one shape, with the same strides")
-        _check_pages(keys.shape[1], keys.shape[3])
-        self._weights, self._caches, self._angles = tuple(weights), tuple(caches), table
-        self._shape = tokens, plan.hidden_size
-        self._copies = copies_of(weights, ctas)
-        self._table = table_of(weights, self._copies, caches)
-        words = self._launch.nbytes // 4
-        if memory is not None and len(memory) < words:
-            raise ValueError(f"persistent layers: memory must be of at least {words} words, got {len(memory)}")
-        self._memory = torch.zeros(words, dtype=torch.int32, device=keys.device) if memory is None else memory[:words]
-        self._rank, self._others = rank, self._memory[:0].long()
-        self._counters = HEAD_WORDS + (layers + 1) * LAYER_COUNTERS
-        self._trace_shape = (ctas if config.trace else 0, layers + 1, len(EVENTS))
-
-    def connect(self, addresses: Sequence[int]) -> None:
-        """Sets the addresses of the scratch memory of all ranks that share the layers, in order of ranks."""
-        others = [address for rank, address in enumerate(addresses) if rank != self._rank]
-        self._others = distances(self.address, others, self._memory.device)
-
-    @property
-    def address(self) -> int:
-        """The address of the scratch memory."""
-        return self._memory.data_ptr()
-
-    @property
-    def ctas(self) -> int:
-        """The number of CTAs."""
-        return self._launch.ctas
-
-    def __call__(self, x: Tensor, out: Tensor, lengths: Tensor, pages: Tensor, slots: Tensor) -> None:
-        """Runs all layers on the current stream.
-
-        Args:
-            x: bfloat16 ``[tokens, hidden]``, contiguous: the first layer's input.
-            out: bfloat16 ``[layers, tokens, hidden]``, contiguous; receives each layer's output, which is the next layer's input.
-            lengths, pages, slots: see `Step`.
-
-        Raises:
-            ValueError: a tensor has the wrong dtype, shape or strides.
-        """
-        tokens, hidden = self._shape
-        wanted: tuple[tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
-            ("x", x, (tokens, hidden), (torch.bfloat16,)),
-            ("out", out, (len(self._weights), tokens, hidden), (torch.bfloat16,)),
-            ("lengths", lengths, (tokens,), (torch.int32,)),
-            ("pages", pages, (tokens, pages.shape[-1]), (torch.int32,)),
-            ("slots", slots, (tokens,), (torch.int32, torch.int64)),
-        )
-        for name, given, shape, dtypes in wanted:
-            if given.shape != shape or given.dtype not in dtypes:
-                raise ValueError(f"persistent layers: {name} must be {dtypes[0]} {shape}, got {given.dtype} {tuple(given.shape)}")
-            if given.stride(-1) != 1 or (name != "pages" and not given.is_contiguous()):
-                raise ValueError(f"persistent layers: {name} must be contiguous, got strides {given.stride()}")
-        step = Step(lengths, pages, slots, self._angles)
-        self._launch(x, out, self._table, self.address, self._caches[0][0], step, self._rank, self._others.data_ptr())
-
-    @property
-    def failed(self) -> bool:
-        """Whether a launch has given up waiting for other CTAs. Reading this property waits for the device."""
-        return bool(self._memory[FAILED])
-
-    @property
-    def counters_are_zero(self) -> bool:
-        """Whether the last launch has reset the counters of layers. Reading this property waits for the device."""
-        return not self._memory[HEAD_WORDS : self._counters].any()
-
-    @property
-    def trace(self) -> Tensor:
-        """The last launch's events with `Config.trace`: int64 ``[ctas, layers + 1, len(EVENTS)]``, in cycles of each SM's clock.
-
-        The last row has the clock and the global timer (in nanoseconds) at the CTA's start, and again at the CTA's end.
-        """
-        count = 2 * math.prod(self._trace_shape)
-        return self._memory[self._counters : self._counters + count].view(torch.int64).view(self._trace_shape)
-
-    def reset(self) -> None:
-        """Makes the next launch independent of a failed launch."""
-        self._memory.zero_()
 
 
 def split_bits_of(tokens: int, kv_heads: int, ctas: int) -> int:
