@@ -573,6 +573,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(measure_all(options.side, globals()[options.side], options.tokens, options.keep)))
         return
     if options.others is not None:
+        if options.output is None or not options.output.exists():
+            parser.error("--others renews rows of a report, so --output must be a report that exists")
         renew(options)
         return
     most = {"ours": TOKENS[-1], "by_token": options.by_token_up_to, "portable": options.portable_up_to}
