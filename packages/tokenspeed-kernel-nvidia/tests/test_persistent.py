@@ -353,7 +353,7 @@ def test_layers_that_ranks_share(hopper: Any, count: int, sizes: tuple[int, ...]
 
 @pytest.mark.parametrize("options", [{}, {"counted": ()}, {"cooperative": True}], ids=str)
 @pytest.mark.parametrize("dense", DENSE)
-@pytest.mark.parametrize(("tokens", "keys"), [(1, 1000), (3, 3000), (8, 777)])
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 1000), (1, 40000), (3, 3000), (8, 777)])
 def test_layers_on_the_device(sm90: torch.device, tokens: int, keys: int, dense: Dense, options: dict[str, Any]) -> None:
     """Asserts that launches and replays of a graph give bitwise equal results."""
     model = Model(tokens, 4, 2880, 2880, 32, 4, 8, 8, keys, 64, sm90, dense)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece, load_words, store_number, store_words_shared
@@ -28,6 +28,7 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     opt_barrier,
     pack,
     permute_bytes,
+    prefetch_line,
     quad_max,
     quad_sum,
     store_floats,
@@ -63,6 +64,7 @@ from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import FINISH_WARP, FINISHERS, MMA_WARPS
 
 _HALF = HEAD_DIM // 2  # elements d and d + 32 of a head are rotated together
+_STRIDE = MMA_WARPS * KEYS  # keys from a warp's tile to its next one
 _NONE = -1e38  # the maximum of a head's scores if there are none
 _K_AT = GROUP_HEADS * Q_PITCH  # offsets in the memory of attention: the new key, the new value, and the warps' results
 _V_AT = _K_AT + 2 * HEAD_DIM
@@ -173,6 +175,9 @@ class Attend(Qkv):
             page_at = self.known_page_of(call, warp, token, tile, kind)
             self.load_keys(call, k, page_at, head, tile, first, length - 1, lane)
             self.copy_values(call, warp, page_at, head, tile, first, length - 1, lane)
+            if const_expr(self.config.prefetched_tiles > 0):
+                for each in cutlass.range(1, self.config.prefetched_tiles + 1, unroll=1):
+                    self.prefetch_tile(call, token, head, tile + each * _STRIDE, end)
         # Only the CTA whose keys include the new one stores it.
         self.load_queries(call, token, head, (begin < length) & (end == length))
         self.synchronise()
@@ -185,7 +190,7 @@ class Attend(Qkv):
             self.patch_keys(call, k, tile, length - 1, lane)
             self.patch_values(call, v, tile, length - 1, lane)
             scores = self.scores_of(call, k, lane)
-            further = tile + MMA_WARPS * KEYS
+            further = tile + _STRIDE
             page_at = Int64(0)
             if further < end:
                 page_at = self.page_of(call, token, further)
@@ -207,6 +212,8 @@ class Attend(Qkv):
             largest = peak
             self.add_values(sums, factor, weights, v)
             if further < end:
+                if const_expr(self.config.prefetched_tiles > 0):
+                    self.prefetch_tile(call, token, head, further + self.config.prefetched_tiles * _STRIDE, end)
                 self.load_values(call, v, page_at, head, further, first, length - 1, lane)
             tile = further
         self.store_warp(call, warp, lane, sums, largest, quad_sum(total))
@@ -255,6 +262,18 @@ class Attend(Qkv):
             words = load_words_if(base + Int64(row) * attention.token_pitch * 2 + each % 2 * 64, cached)
             for number in cutlass.range_constexpr(4):
                 k[4 * each + number] = words[number]
+
+    @cute.jit
+    def prefetch_tile(self, call: LayerCall, token: Int32, head: Int32, tile: Int32, end: Int32):
+        """Prefetches a tile of keys and values into L2, if it begins before ``end``: a row of 128 bytes for each lane."""
+        if tile < end:
+            attention = call.given.attention
+            lane = opt_barrier(cute.arch.lane_idx())  # else its address would occupy registers in the loop over tiles
+            cache = call.address(K_CACHE)
+            if lane >= KEYS:
+                cache = call.address(V_CACHE)
+            elements = self.page_of(call, token, opt_barrier(tile)) + Int64(head) * attention.head_pitch
+            prefetch_line(cache + (elements + Int64(lane % KEYS) * attention.token_pitch) * 2)
 
     @cute.jit
     def load_values(

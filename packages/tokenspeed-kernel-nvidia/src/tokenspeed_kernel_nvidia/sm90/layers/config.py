@@ -92,6 +92,7 @@ class Config(StreamConfig):
         trace: whether the kernel stores the times of `EVENTS`.
         tiles_of_cta: the maximum number of tiles of dense weights per CTA.
         dense: the format of the weights of qkv and of the projection, one of `DENSE`.
+        prefetched_tiles: the number of tiles of keys and values that a warp prefetches into L2, beyond the tile that it loads.
         ranks: the number of GPUs that share each layer. Each has some of the heads, and a slice of every expert.
     """
 
@@ -104,6 +105,7 @@ class Config(StreamConfig):
     trace: bool = False
     tiles_of_cta: int = TILES
     dense: Dense = "bfloat16"
+    prefetched_tiles: int = 0
     ranks: int = 1
 
     @property
@@ -170,6 +172,7 @@ def config_of(
     trace: bool = False,
     tiles: int = TILES,
     dense: Dense = "bfloat16",
+    prefetched_tiles: int = 0,
     ranks: int = 1,
 ) -> Config:
     """Returns the configuration for a number of tokens; the other arguments are for measurements."""
@@ -183,7 +186,8 @@ def config_of(
         in_flight = (4, 4, 7, 2) if room == 1 else (4, 3, 9, 4)
     return Config(
         "bfloat16", BLOCKS, 8, slab, tokens=room, counted=counted, most_stages=most, cooperative=cooperative,
-        in_flight=in_flight, begun_in_flight=begun_in_flight, trace=trace, tiles_of_cta=tiles, dense=dense, ranks=ranks,
+        in_flight=in_flight, begun_in_flight=begun_in_flight, trace=trace, tiles_of_cta=tiles, dense=dense,
+        prefetched_tiles=prefetched_tiles, ranks=ranks,
     )  # fmt: skip
 
 

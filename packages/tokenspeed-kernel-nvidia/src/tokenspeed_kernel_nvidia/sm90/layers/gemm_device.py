@@ -176,7 +176,11 @@ class Gemm(Split):
                 part += GROUPS
             if live:
                 place = (warp * call.tokens + lane // 4) * self.config.rows_of_cta + tile * TILE + lane % 4 * 2
-                both = [(sums[0, number] + sums[1, number]) + (sums[2, number] + sums[3, number]) for number in range(2)]
+                both = [(sums[0, number] + sums[2, number]) for number in range(2)]
+                if const_expr(self.config.dense == "bfloat16"):
+                    both = [both[number] + (sums[1, 2 + number] + sums[3, 2 + number]) for number in range(2)]
+                else:
+                    both = [both[number] + (sums[1, number] + sums[3, number]) for number in range(2)]
                 store_floats("shared", call.partials_at + place * 4, both)
         # The producer pads the tiles' stages to a multiple of the number of warpgroups.
         beyond = tiles * parts % GROUPS
@@ -206,16 +210,21 @@ class Gemm(Split):
                     self.multiply_chunks(sums, left_at, right_at, [each], live)
 
     def multiply_chunks(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, chunks: Any, live: Boolean) -> None:
-        """Adds the MMAs of some of this warp's chunks of rows. ``live``: whether this lane has a token."""
+        """Adds the MMAs of some of this warp's chunks of rows. ``live``: whether this lane has a token.
+
+        The four words of a lane's load of a token are the left operand of two MMAs as they are, so words 1 and 3 are in rows 8 to
+        15. The first MMA has the weights that belong to words 0 and 2, and its rows 0 to 7 are used. The second has the weights
+        that belong to words 1 and 3, and its rows 8 to 15 are used. Each has an accumulator of its own.
+        """
         left = [load_words_if(left_at + each * _STEP, live, "shared") for each in chunks]
         right = [[*load_words("shared", right_at + each * _STEP, 4)] for each in chunks]
         for half in range(2):
             for index, each in enumerate(chunks):
-                operand = (left[index][2 * half], Uint32(0), left[index][2 * half + 1], Uint32(0))
-                acc = [sums[each % _LOADS, number] for number in range(4)]
-                acc = mma_m16n8k16(self.dtype, acc, operand, right[index][2 * half : 2 * half + 2])
+                to = 2 * (each % 2) + half
+                acc = [sums[to, number] for number in range(4)]
+                acc = mma_m16n8k16(self.dtype, acc, left[index], right[index][2 * half : 2 * half + 2])
                 for number in range(4):
-                    sums[each % _LOADS, number] = acc[number]
+                    sums[to, number] = acc[number]
 
     @cute.jit
     def multiply_fp8(

@@ -7,6 +7,9 @@ Each CTA has consecutive rows of the weights, divided into tiles of 8 rows, and 
 A part is contiguous, with its rows one after the other. Lanes read 64 bytes of two neighbouring rows at once, which must be in
 different banks. So if rows of a part are multiples of 128 bytes, the two halves of each 128 bytes of odd rows are swapped.
 
+A lane loads 16 bytes of a row of bfloat16 weights, which are the right operands of two MMAs: words 0 and 2, and words 1 and 3, see
+`gemm_device`. So words 1 and 2 of each 16 bytes are swapped, and the operands are neighbouring registers.
+
 A lane loads 16 bytes of fp8 weights with two 16-byte loads of a token. Each of these loads must take neighbouring bytes for
 neighbouring lanes, too. So each 64 fp8 weights are stored in this order: for each lane of a quad, 8 of the first 32 elements, then
 8 of the last 32. The scales of the rows follow the rows.
@@ -34,7 +37,7 @@ def arranged(weight: Tensor, ctas: int, scale: Tensor | None = None) -> Tensor:
     order = _order_of(rows, k * weight.element_size(), ctas).to(weight.device)
     chunks = weight.view(torch.uint8).view(-1, CHUNK_BYTES)
     if scale is None:
-        return chunks[order].flatten()
+        return chunks[order].view(torch.int32).view(-1, 2, 2).transpose(1, 2).contiguous().view(torch.uint8).flatten()
     lanes = chunks.view(-1, 2, 4, 8).transpose(1, 2).reshape(-1, CHUNK_BYTES)
     return torch.cat((lanes[order].flatten(), scale.contiguous().view(torch.uint8).flatten()))
 
