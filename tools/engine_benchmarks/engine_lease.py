@@ -168,9 +168,20 @@ class Lease(ABC):
         found["metadata"]["command"] += f"; {self.metadata['command']}"
         return found
 
+    def wait_for_others(self) -> None:
+        """Waits for the file ``--measure-after``: until then, another program uses the GPUs."""
+        file = self.given.measure_after
+        while file is not None and not file.exists() and time.monotonic() < self.end:
+            time.sleep(0.2)
+
     def measure_all(self, engines: Sequence[tuple[str, RunningEngine]]) -> None:
-        """Measures the engines of a round: the ready ones in order, then those that become ready later."""
+        """Measures the engines of a round: the ready ones in order, then those that become ready later. With ``--together``, all
+        run their tasks as soon as they are ready, and only their results are awaited in this order.
+        """
+        self.wait_for_others()
         waiting = list(engines)
+        for _, engine in engines if self.given.together else ():
+            (engine.out / "go").touch()
         while waiting:
             able = [pair for pair in waiting if not pair[1].waiting()]
             if not able and time.monotonic() < self.end:
@@ -197,9 +208,10 @@ class Lease(ABC):
     def run(self, rounds: Sequence[Round]) -> None:
         """Runs the rounds. Each GPU goes on with its next engines by itself."""
         gpus, wide = self.given.gpus, []
-        for name, variant in rounds[0].wide:  # one after another, because of the memory
+        for name, variant in rounds[0].wide:
             wide.append((name, self.start(name, variant, gpus[: self.described(name)["gpus"]])))
-            self.wait_until_ready([wide[-1][1]])
+            if not self.given.wide_together:
+                self.wait_until_ready([wide[-1][1]])
         # With fewer GPUs than a round has shares, a GPU takes several shares, one after another.
         shares = [[share for each in rounds for share in each.shares[at :: len(gpus)] if share] for at in range(len(gpus))]
         begun = [
@@ -207,7 +219,7 @@ class Lease(ABC):
             for gpu, own in zip(gpus, shares, strict=True)
         ]
         if wide:
-            self.wait_until_ready([engine for engines in begun for _, engine in engines])
+            self.wait_until_ready([engine for engines in (wide, *begun) for _, engine in engines])
             self.measure_all(wide)
         threads = [
             threading.Thread(target=self.on_gpu, args=(gpu, engines, own[1:]))
@@ -249,6 +261,13 @@ def add_arguments(parser: argparse.ArgumentParser, gpus: Sequence[int]) -> None:
     parser.add_argument("--start-seconds", type=float, default=170.0, help="how long a round waits for its slowest engine")
     parser.add_argument("--start-estimate", type=float, default=80.0, help="seconds that a start takes at least")
     parser.add_argument("--engine-seconds", type=float, default=90.0, help="the longest measurement of one engine")
+    parser.add_argument("--together", action="store_true", help="engines run their tasks side by side, so no time is meaningful")
+    parser.add_argument(
+        "--wide-together",
+        action="store_true",
+        help="engines that need all GPUs start together; by default one after another, because of the memory",
+    )
+    parser.add_argument("--measure-after", type=Path, metavar="FILE", help="measure nothing before this file exists")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--show", action="store_true", help="print the engines of each round, and stop")
     parser.add_argument("--commit", default="", help="of this code, where it is a copy whose checkout says another")

@@ -5,6 +5,9 @@
     python tools/sglang_plugin/benchmarks/h200_sglang.py --folder results --show
     python tools/sglang_plugin/benchmarks/h200_sglang.py --folder correct --layers 2 --eager --tasks describe,logits,tokens \
         --gpus 0 1 2 3 --engines gpt-oss-120b:{sglang,plugin,plugin-all,sglang-triton}
+    python tools/sglang_plugin/benchmarks/h200_sglang.py --folder correct --layers 2 --eager --tasks describe,logits,tokens \
+        --memory 0.6 --cache-tokens 98304 --together --engine-seconds 120 \
+        --engines gpt-oss-120b:sglang,gpt-oss-120b:plugin,gpt-oss-120b:plugin-all,gpt-oss-120b:sglang-triton
 
 Each variant is an engine in its own process (``sglang_engine.py``). Each GPU has its own engines and CPU cores. Engines on one GPU
 start side by side, and are then measured one after another. Each model's file in ``--folder`` is written whenever one of its
@@ -13,7 +16,8 @@ greedy tokens between SGLang's own kernels and each other variant. ``--show`` pr
 
 The logits of all layers do not show whether kernels are correct, because random weights make routing chaotic: two roundings of one
 model diverge as far as the engines do (``rounding_by_depth.py``). So correctness is measured with two layers, as in the last
-command. Without graphs, rows whose tokens have the same experts in both engines are compared separately.
+two commands: on four GPUs, and side by side on one. Without graphs, rows whose tokens have the same experts in both engines are
+compared separately.
 """
 
 from __future__ import annotations

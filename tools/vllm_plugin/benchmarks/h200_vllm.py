@@ -6,6 +6,8 @@
     python tools/vllm_plugin/benchmarks/h200_vllm.py --profile --layers 2 --variants vllm marlin plugin plugin-linear
     python tools/vllm_plugin/benchmarks/h200_vllm.py --layers 12 --variants vllm marlin plugin
     python tools/vllm_plugin/benchmarks/h200_vllm.py --model deepseek-v3 --variants vllm plugin-mla plugin-mla-only
+    python tools/vllm_plugin/benchmarks/h200_vllm.py --correctness --layers 2 --variants vllm marlin plugin \\
+        -- --tensor-parallel 2 --no-inproc --eager --tasks describe,prompts,tokens --max-num-batched-tokens 8192
 
 The model is GPT-OSS-120B, or one of ``random_models.py``.
 

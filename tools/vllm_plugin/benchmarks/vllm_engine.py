@@ -30,6 +30,7 @@ from engine_process import Results, run_task, wait
 from engine_requests import bursts
 from random_gpt_oss import EXPERT_SIZES, draw_experts, drawn
 from random_models import DEFAULT, MODELS, PREFILLS, cache_gib, load_format, write_model
+from watched import Watched, record, write_recorded
 
 # No network is available, and a single process needs no communication.
 _ENVIRONMENT = {
@@ -71,7 +72,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument(
         "--tasks",
         default="describe,decode,prefill",
-        help="of describe, logits, tokens, random, float32, decode, prefill, kernels, prefill-kernels; in the order that is given",
+        help="of describe, logits, prompts, tokens, random, float32, decode, prefill, kernels, prefill-kernels; in this order",
     )
     p.add_argument("--model", choices=[DEFAULT, *MODELS], default=DEFAULT)
     p.add_argument("--layers", type=int, help="the model's if left out")
@@ -92,7 +93,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--prefix-caching", action="store_true")
     p.add_argument("--graph-sizes", type=int, nargs="+", help="batch sizes that are captured; those measured by default")
     p.add_argument("--kv-gib", type=float, help="size of the cache; by default, all requests of a measured batch fit")
-    p.add_argument("--inproc", action="store_true", help="the engine in this process, for logits and kernels")
+    inproc = "the engine in this process, for logits, float32 and kernels"
+    p.add_argument("--inproc", action=argparse.BooleanOptionalAction, default=False, help=inproc)
     p.add_argument("--eager", action="store_true", help="no compilation and no graphs; float32 then sees which experts are chosen")
     p.add_argument("--start-file", type=Path, help="wait for this file before the engine is made")
     p.add_argument("--wait-seconds", type=float, default=300, help="the longest wait for a file")
@@ -162,43 +164,6 @@ def weights_and_rotary(model: Any) -> tuple[dict[str, Any], Any]:
     """Returns all current parameters, and the table of the rotary embedding in float32. Runs in the model's process."""
     tables = (module.cos_sin_cache for module in model.modules() if hasattr(module, "cos_sin_cache"))
     return {name: parameter.data for name, parameter in model.named_parameters()}, next(tables).float()
-
-
-class Watched:
-    """Records the model's logits, in the model's process, without synchronising with the device."""
-
-    def __init__(self, model: Any) -> None:
-        self.keep = False
-        self.logits: list[Any] = []
-        self.leads: list[Any] = []
-        self.bad: Any = None
-        # Maps a layer's name to the router's logits of each step. Compiled modules do not call hooks, so ``--eager`` is needed.
-        self.routing: dict[str, list[Any]] = {}
-        compute = model.compute_logits
-
-        def compute_logits(*args: Any, **kwargs: Any) -> Any:
-            logits = compute(*args, **kwargs)
-            self.look(logits)
-            return logits
-
-        model.compute_logits = compute_logits
-
-    def watch_routers(self, model: Any) -> None:
-        """Stores the routers' logits in the steps in which the model's logits are stored."""
-        for name, module in model.named_modules():
-            if name.endswith(".mlp.router"):
-                module.register_forward_hook(functools.partial(self.see_routing, self.routing.setdefault(name, [])))
-
-    def see_routing(self, kept: list[Any], module: Any, given: Any, logits: Any) -> None:
-        if self.keep:
-            kept.append(logits.detach().clone())
-
-    def look(self, logits: Any) -> None:
-        """Counts non-finite logits, and stores the logits if requested."""
-        bad = (~logits.isfinite()).sum()
-        self.bad = bad if self.bad is None else self.bad + bad
-        if self.keep:
-            self.logits.append(logits.detach().to("cpu"))
 
 
 class Engine:
@@ -287,6 +252,33 @@ class Engine:
         self.saved["logits"], self.saved["logits_ids"] = self.watched.logits, ids
         self.watched.logits = []
         self.report("logits", steps=len(self.saved["logits"]), bad=int(self.watched.bad))
+
+    def next_tokens(self) -> None:
+        """Stores the logits of prompts' next tokens; with ``--eager``, also the experts of the last token of each step. The prompts
+        run one after another, so the model may be in other processes, on several ranks. A prompt must be one step.
+        """
+        import against_float32 as exact
+        import float32
+        import torch
+
+        fields = json.loads((Path(self.llm.llm_engine.vllm_config.model_config.model) / "config.json").read_text())
+        rows, every, experts = [], [], []
+        for prompt in [self.prompts(1, length)[0] for length in exact.LENGTHS]:
+            self.llm.apply_model(functools.partial(record, routers=self.a.eager))
+            _, ids = self.generate([prompt], exact.GENERATED)
+            self.llm.apply_model(functools.partial(write_recorded, folder=self.a.out.resolve()))
+            found = torch.load(self.a.out / "recorded.pt")
+            rows.append(exact.rows_of(found["logits"], ids)[0])
+            every += ids
+            layers = [steps for _, steps in sorted(found["routing"].items(), key=lambda item: int(item[0].split(".")[2]))]
+            top_k = fields["num_experts_per_tok"] if layers else 0
+            experts += [torch.cat([float32.best(step[-1:], top_k) for step in steps]) for steps in zip(*layers, strict=True)]
+        (self.a.out / "recorded.pt").unlink()
+        self.saved["prompts"] = {"rows": torch.stack(rows), "ids": every}
+        if experts:
+            self.saved["prompts"]["experts"] = torch.stack(experts)
+        bad = int((~self.saved["prompts"]["rows"].isfinite()).sum())
+        self.report("prompts", prompts=len(rows), layers_with_experts=len(experts[0]) if experts else 0, bad=bad)
 
     def float32(self) -> None:
         """Compares logits of prompts and their next tokens with the float32 model; with ``--eager``, also with the engine's
@@ -549,6 +541,7 @@ def main(words: Sequence[str] | None = None) -> int:
     tasks: dict[str, Callable[[], None]] = {
         "describe": engine.describe,
         "logits": engine.logits,
+        "prompts": engine.next_tokens,
         "tokens": engine.tokens,
         "random": engine.requests,
         "decode": engine.decode,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import shlex
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,6 +277,32 @@ def test_rounds_of_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "--rounds 1" in found["metadata"]["command"]
 
 
+@pytest.mark.parametrize("wide", [True, False], ids=["all GPUs", "one GPU"])
+def test_engines_that_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: bool) -> None:
+    """Wide engines start together, and engines of one GPU run their tasks together: here, each engine waits for the other one. None
+    does so before another program's file exists.
+    """
+    models = h200_vllm_models
+    waits, before = ("log", "(a.out") if wide else ("go", "ms = ")
+    loop = f"while len(list(a.out.parent.glob('*/{waits}'))) < 2:\n    time.sleep(0.01)\n"
+    (tmp_path / "vllm_engine.py").write_text(WAITING_ENGINE.replace(f"\n{before}", f"\n{loop}{before}"))
+    monkeypatch.setattr(h200_vllm, "HERE", tmp_path)
+    case = "gpt-oss-120b-tp2" if wide else "llama-3.1-8b"
+    both = [(case, name) for name in ("vllm", "plugin")]
+    monkeypatch.setattr(models, "ROUNDS", (models.Round(0, *((both, ([], [])) if wide else ([], (both, [])))),))
+    after = tmp_path / "after"
+    timer = threading.Timer(1.0, after.touch)
+    timer.start()
+    begun = time.monotonic()
+    words = ["--folder", str(tmp_path / "found"), "--seconds", "60", "--start-seconds", "20", "--commit", "0" * 40]
+    models.main([*words, "--wide-together" if wide else "--together", "--measure-after", str(after)])
+    assert 1.0 < time.monotonic() - begun < 20
+    found = json.loads((tmp_path / "found" / f"{case}.json").read_text())
+    assert [(row["engine"], row["figure"]) for row in found["rows"]] == [
+        (name, figure) for name in ("vllm", "plugin") for figure in ("decode", "end")
+    ]
+
+
 # -- one engine ------------------------------------------------------------------------------------------------------------------
 
 
@@ -387,6 +416,57 @@ def test_logits_that_are_not_finite_are_counted(tmp_path: Path, here: bool) -> N
     assert run_requests(tmp_path, FakeEngine(logit=float("nan")), count=5, here=here)["bad"] > 0
     (tmp_path / "fake.jsonl").unlink()
     assert run_requests(tmp_path, FakeEngine(), count=5, here=here)["bad"] == 0
+
+
+class TwoRanks:
+    """vLLM's `LLM` with a model of two routers, which may be in other processes: functions reach it as pickles."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = torch.nn.Module()
+        self.model.model = torch.nn.Module()
+        self.model.model.layers = self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"router": torch.nn.Linear(3, 8)})}) for _ in range(2)
+        )
+        self.model.compute_logits = lambda hidden: torch.nn.functional.pad(hidden, (0, 4))
+        (folder / "config.json").write_text('{"num_experts_per_tok": 2}')
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(model=str(folder))))
+
+    def apply_model(self, function: Any) -> list[Any]:
+        return [pickle.loads(pickle.dumps(function))(self.model)]
+
+    def generate(self, prompts: list[dict[str, list[int]]], tokens: int) -> tuple[float, list[list[int]]]:
+        """The first step has a prompt's tokens, each other step one token."""
+        ids = []
+        for step in range(tokens):
+            hidden = torch.randn(len(prompts[0]["prompt_token_ids"]) if step == 0 else 1, 3)
+            for layer in self.layers:
+                layer["mlp"]["router"](hidden)
+            ids.append(int(self.model.compute_logits(hidden[-1:]).argmax()))
+        return 0.0, [ids]
+
+
+def test_logits_of_a_model_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--name", "fake", "--out", str(tmp_path), "--eager", "--no-inproc"]
+    saved = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        engine = vllm_engine.Engine(vllm_engine.arguments(words))
+        engine.llm = TwoRanks(tmp_path)
+        monkeypatch.setattr(engine, "generate", engine.llm.generate)
+        engine.next_tokens()
+        saved.append({"prompts": engine.saved["prompts"]})
+        assert not engine.llm.model.recorded.keep
+    prompts = saved[0]["prompts"]
+    assert prompts["rows"].shape == (19, 8, 7)
+    assert prompts["experts"].shape == (19 * 8, 2, 2)
+    assert [[int(step.argmax()) for step in row] for row in prompts["rows"]] == prompts["ids"]
+    found = compare.compared(*saved)["prompts"]
+    assert (found["same_experts"]["rows"], found["other_experts"]["rows"], found["all"]["far"]) == (152, 0, 0)
+    row = json.loads((tmp_path / "fake.jsonl").read_text().splitlines()[0])
+    assert (row["prompts"], row["layers_with_experts"], row["bad"]) == (19, 2, 0)
+    monkeypatch.setattr(engine, "generate", lambda prompts, tokens: (0.0, [[0] * tokens]))
+    with pytest.raises(RuntimeError, match="expected 8 steps"):
+        engine.next_tokens()
 
 
 def test_kernels_are_divided_into_steps() -> None:
