@@ -4,7 +4,8 @@ The keys of a token and a key head are divided among ``splits`` CTAs. Each of a 
 with an online softmax. Scores are ``queries @ keys``: the query heads of the key head are the MMA's rows, and keys its columns. So
 the scores of a lane are the operand of the second MMA, whose columns are elements of values. Tiles are aligned to 16 keys, so a
 tile lies in one page. Keys and values go directly from global memory into registers. The first tile's loads begin before the
-queries are known; its values go through shared memory, because registers do not suffice.
+queries are known; its values go through shared memory, because registers do not suffice. With 32,768 keys, an H200 reads keys and
+values at 3.5 TB/s. This becomes no faster if warps also prefetch one to four further tiles into L2, or look up pages one tile ahead.
 
 The CTA adds its warps' results, and stores a partial result for each head as tagged numbers: sums of values, the maximum of the
 scores, and the sum of the exponentials. Each of the ``splits`` CTAs then combines a part of the head's elements, with the sink.
