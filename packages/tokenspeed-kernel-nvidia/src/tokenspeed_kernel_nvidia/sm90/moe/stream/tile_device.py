@@ -14,6 +14,7 @@ computes them first, and sends its partial sums to the CTA with the panel's firs
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
@@ -42,6 +43,7 @@ class Layer:
         w13_bytes, w2_bytes: the bytes of a panel.
         w13_blocks, w2_blocks: the number of k blocks of a panel.
         w13_items, w2_items: the number of panels of an expert.
+        w13_slab, w2_slab: the number of k blocks of a slab, see `config.slab_of`.
         turns: the number of ranges of w13, and of w2, that a CTA takes on average.
         experts, hidden, intermediate, top_k: the plan's sizes.
         alpha, limit, beta: the plan's options; an infinite limit means no limit.
@@ -57,6 +59,8 @@ class Layer:
     w2_blocks: Int32
     w13_items: Int32
     w2_items: Int32
+    w13_slab: Int32
+    w2_slab: Int32
     turns: Int32
     experts: Int32
     hidden: Int32
@@ -244,6 +248,14 @@ class Shapes:
         self.stages = config.stages
         self.slab = config.slab
         self.group = config.group
+
+    def slab_of(self, layer: Layer, first: Any) -> Any:
+        """Returns the number of k blocks of a slab of the first GEMM, or of the second. It is a constant if slabs are not even."""
+        if not self.config.even:
+            return self.slab
+        if isinstance(first, bool):
+            return layer.w13_slab if first else layer.w2_slab
+        return cutlass.select_(first, layer.w13_slab, layer.w2_slab)
 
     def storage(self) -> Any:
         """Returns the type of a CTA's shared memory."""
