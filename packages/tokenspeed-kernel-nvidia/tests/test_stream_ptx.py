@@ -70,13 +70,13 @@ def executed(
         *(panel_bytes(k) for _, k in sizes),
         *(blocks_of(k) for _, k in sizes),
         *(panels_of(rows) for rows, _ in sizes),
-        *(slab_of(config, blocks_of(k)) for _, k in sizes),
     ]
     assert all(-(-rows // STRIP // PANEL_STRIPS) == panels_of(rows) for rows, _ in sizes)
     limit = math.inf if plan.limit is None else plan.limit
     options = [turns, plan.num_experts, plan.hidden_size, plan.intermediate_size, plan.top_k, plan.alpha, limit, plan.beta]
+    slabs = [slab_of(config, blocks_of(k)) for _, k in sizes]
     given = [x_at, plan.hidden_size, ids_at, weights_at, out, plan.hidden_size, len(x), activated, slots, counters]
-    arguments = [*layers, *options, *given]
+    arguments = [*layers, *options, *slabs, *given]
     launch(text_of(config), arguments, THREADS, (ctas,), memory, resident=resident, seed=seed + 1)
     assert not memory.get(counters, np.int32, counts).any()
     return torch.from_numpy(memory.get(out, np.uint8, 2 * x.numel())).view(plan.dtype).view(x.shape)

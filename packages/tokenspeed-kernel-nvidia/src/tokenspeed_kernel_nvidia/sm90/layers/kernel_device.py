@@ -169,8 +169,8 @@ class Persistent(Route):
         w13_bytes, w2_bytes = (PANEL_HEAD_BYTES + blocks * PANEL_BLOCK_BYTES for blocks in (w13_blocks, w2_blocks))
         w13_panels, w2_panels = ((strips + PANEL_STRIPS - 1) // PANEL_STRIPS for strips in (w13_strips, w2_strips))
         layer = Layer(
-            Int64(0), Int64(0), w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels,
-            Int32(self.slab), Int32(self.slab), Int32(1), experts, hidden, intermediate, top_k, alpha, limit, beta,
+            Int64(0), Int64(0), w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels, Int32(1),
+            experts, hidden, intermediate, top_k, alpha, limit, beta,
         )  # fmt: skip
         attention = Attention(
             qkv, partials, attended, lengths, pages, slots_at, rope_table, page_pitch, token_pitch, head_pitch, pages_pitch,

@@ -48,7 +48,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
     W2,
     W13,
     Call,
-    Layer,
+    EvenLayer,
     Place,
     ahead_of,
     entry_of,
@@ -113,10 +113,9 @@ class Stream(Schedule, Consumers):
         w13_strips, w2_strips = intermediate * 2 // STRIP, hidden // STRIP
         w13_bytes, w2_bytes = (PANEL_HEAD_BYTES + blocks * PANEL_BLOCK_BYTES for blocks in (w13_blocks, w2_blocks))
         w13_panels, w2_panels = ((strips + PANEL_STRIPS - 1) // PANEL_STRIPS for strips in (w13_strips, w2_strips))
-        layer = Layer(
-            w13, w2, w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels,
-            slab_of(self.config, w13_blocks), slab_of(self.config, w2_blocks), turns, experts, hidden, intermediate, top_k, alpha,
-            limit, beta,
+        layer = EvenLayer(
+            w13, w2, w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels, turns, experts,
+            hidden, intermediate, top_k, alpha, limit, beta, *(Int32(slab_of(self.config, each)) for each in (w13_blocks, w2_blocks)),
         )  # fmt: skip
         self.kernel(
             layer, x.iterator.toint(), x.stride[0], ids, weights, out.iterator.toint(), out.stride[0], x.shape[0], activated, slots,
@@ -126,7 +125,7 @@ class Stream(Schedule, Consumers):
     @cute.kernel
     def kernel(
         self,
-        layer: Layer,
+        layer: EvenLayer,
         x: Int64,
         x_stride: Int64,
         ids: Int64,

@@ -17,6 +17,7 @@ of every sum have a fixed order.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -75,9 +76,10 @@ class _Launch(NamedTuple):
 
 
 @functools.cache
-def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _Launch:
+def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int, changes: tuple[tuple[str, Any], ...] = ()) -> _Launch:
     k = max(plan.hidden_size, plan.intermediate_size)
     config = config_of(DTYPES[dtype], k, pairs / plan.num_experts, plan.activation_dtype == "fp8")
+    config = dataclasses.replace(config, **dict(changes))
     ctas = sm_count_of(device)
     slots_at = -(-pairs * plan.intermediate_size * (4 if config.wide else 2) // 256) * 256
     nbytes = slots_at + pairs * plan.hidden_size * 4
@@ -87,24 +89,39 @@ def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _
 
 
 def moe_apply_few(
-    x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None
+    x: Tensor,
+    weights: MoEWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    out: Tensor | None,
+    changes: tuple[tuple[str, Any], ...] = (),
 ) -> Tensor:
     """Computes `moe_apply` of arguments that the operator has checked, with weights in the layout of `mxfp4.layout`.
 
-    More pairs than one launch handles need several launches, and each launch reads the weights again.
+    More pairs than one launch handles need several launches, and each launch reads the weights again. ``changes``: attributes of
+    the configuration that differ from those of `config_of`, for measurements.
     """
     rows, written = aligned(x), to_write(out, x, x.shape)
     topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
     most = MAX_PAIRS // plan.top_k
     for first in range(0, len(x), most):
         some = slice(first, first + most)
-        _launch(rows[some], weights, topk_weights[some], topk_ids[some], plan, written[some])
+        _launch(rows[some], weights, topk_weights[some], topk_ids[some], plan, written[some], changes)
     return deliver(written, out)
 
 
-def _launch(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor) -> None:
+def _launch(
+    x: Tensor,
+    weights: MoEWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    out: Tensor,
+    changes: tuple[tuple[str, Any], ...],
+) -> None:
     device, pairs = x.get_device(), topk_ids.numel()
-    launch, ctas, turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device)
+    launch, ctas, turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device, changes)
     workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, counters)
     memory_at = workspace.memory_at
     limit = math.inf if plan.limit is None else plan.limit

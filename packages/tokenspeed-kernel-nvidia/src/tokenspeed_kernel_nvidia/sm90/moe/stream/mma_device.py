@@ -230,11 +230,15 @@ class Consumers(ExactDotProducts):
                 self.multiply_blocks(call, block_at + begin * PANEL_BLOCK_BYTES, first + begin, some, parts, lane, sums)
         else:
             done = Int32(0)
-            for size in cutlass.range_constexpr(group, 0, -1):
-                if const_expr(size & (size - 1) == 0 and size < self.slab and (size == 1 or self.config.even)):
-                    while done + size <= count:
-                        self.multiply_blocks(call, block_at + done * PANEL_BLOCK_BYTES, first + done, size, parts, lane, sums)
-                        done += size
+            if const_expr(self.config.even):
+                # Powers of two, each of which is one issue: 3 blocks are 2 and 1.
+                for size in cutlass.range_constexpr(min(group, self.slab - 1), 1, -1):
+                    if const_expr(size & (size - 1) == 0):
+                        while done + size <= count:
+                            self.multiply_blocks(call, block_at + done * PANEL_BLOCK_BYTES, first + done, size, parts, lane, sums)
+                            done += size
+            for each in cutlass.range(done, count, unroll=1):
+                self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, first + each, 1, parts, lane, sums)
 
     @cute.jit
     def multiply_blocks(

@@ -43,7 +43,6 @@ class Layer:
         w13_bytes, w2_bytes: the bytes of a panel.
         w13_blocks, w2_blocks: the number of k blocks of a panel.
         w13_items, w2_items: the number of panels of an expert.
-        w13_slab, w2_slab: the number of k blocks of a slab, see `config.slab_of`.
         turns: the number of ranges of w13, and of w2, that a CTA takes on average.
         experts, hidden, intermediate, top_k: the plan's sizes.
         alpha, limit, beta: the plan's options; an infinite limit means no limit.
@@ -59,8 +58,6 @@ class Layer:
     w2_blocks: Int32
     w13_items: Int32
     w2_items: Int32
-    w13_slab: Int32
-    w2_slab: Int32
     turns: Int32
     experts: Int32
     hidden: Int32
@@ -69,6 +66,18 @@ class Layer:
     alpha: Float32
     limit: Float32
     beta: Float32
+
+
+@dataclass(frozen=True)
+class EvenLayer(Layer):
+    """A layer whose slabs are even.
+
+    Attributes:
+        w13_slab, w2_slab: the number of k blocks of a slab, see `config.slab_of`.
+    """
+
+    w13_slab: Int32
+    w2_slab: Int32
 
 
 @dataclass(frozen=True)
@@ -250,7 +259,7 @@ class Shapes:
         self.group = config.group
 
     def slab_of(self, layer: Layer, first: Any) -> Any:
-        """Returns the number of k blocks of a slab of the first GEMM, or of the second. It is a constant if slabs are not even."""
+        """Returns the number of k blocks of a slab of the first GEMM, or of the second; a constant if slabs are not even."""
         if not self.config.even:
             return self.slab
         if isinstance(first, bool):
