@@ -7,8 +7,8 @@ the same requests in the same order.
 
 Decode passes of few tokens run all layers in one call of `decoder_layers`, which also computes the sums over ranks, if a kernel
 serves that call. Otherwise each sum over ranks is followed by a norm. Either one kernel computes both the sum and the norm, or one
-kernel computes only the sum and the next kernel computes the norm: a fused kernel, as on a single GPU. The number of tokens decides,
-for each of the two sums of a layer.
+kernel computes only the sum and the next kernel computes the norm: a fused kernel, as on a single GPU. The number of tokens
+decides, for each of the two sums of a layer.
 """
 
 from __future__ import annotations

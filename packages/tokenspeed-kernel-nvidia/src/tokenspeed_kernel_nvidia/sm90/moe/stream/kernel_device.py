@@ -113,9 +113,10 @@ class Stream(Schedule, Consumers):
         w13_strips, w2_strips = intermediate * 2 // STRIP, hidden // STRIP
         w13_bytes, w2_bytes = (PANEL_HEAD_BYTES + blocks * PANEL_BLOCK_BYTES for blocks in (w13_blocks, w2_blocks))
         w13_panels, w2_panels = ((strips + PANEL_STRIPS - 1) // PANEL_STRIPS for strips in (w13_strips, w2_strips))
+        slabs = (Int32(slab_of(self.config, blocks)) for blocks in (w13_blocks, w2_blocks))
         layer = EvenLayer(
             w13, w2, w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels, turns, experts,
-            hidden, intermediate, top_k, alpha, limit, beta, *(Int32(slab_of(self.config, each)) for each in (w13_blocks, w2_blocks)),
+            hidden, intermediate, top_k, alpha, limit, beta, *slabs,
         )  # fmt: skip
         self.kernel(
             layer, x.iterator.toint(), x.stride[0], ids, weights, out.iterator.toint(), out.stride[0], x.shape[0], activated, slots,
