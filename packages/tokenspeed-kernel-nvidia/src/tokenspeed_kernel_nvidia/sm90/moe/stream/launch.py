@@ -4,9 +4,10 @@ The kernel is memory-bound: reading weights takes most of the time. The weights 
 16 (token, slot) pairs. There is one persistent CTA per SM, and the tile scheduler gives all CTAs equally many bytes to read. CTAs
 take ranges of all needed panels of w13, and then of w2. A producer warp streams the panels into a ring buffer in shared memory by
 bulk copies. The producer never waits for results. So panels of w2 arrive while the last panels of w13 are computed. Twelve MMA
-warps use swap-AB: weights are the A operand and pairs the columns. Panels of w2 are computed only when all panels of w13 for the
-same entry (a group of pairs of one expert) are done. A counter per entry signals this. At the end each CTA sums over slots for its
-part of the output.
+warps use swap-AB: weights are the A operand and pairs the columns. A kernel for up to 8 pairs per entry uses half of the columns
+for entries of up to 4, and then issues the MMAs of more k blocks together. Panels of w2 are computed only when all panels of w13
+for the same entry (a group of pairs of one expert) are done. A counter per entry signals this. At the end each CTA sums over slots
+for its part of the output.
 
 With fp8 activations, the warps that prepare rows quantise them. A pair then has one MMA column instead of two or three. The MMAs
 multiply unscaled weights, and block scales multiply the partial sums in float32. So all weights are exact.
