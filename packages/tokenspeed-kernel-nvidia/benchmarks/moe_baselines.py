@@ -112,7 +112,8 @@ def programs_of(shape: Shape, name: str = "ours") -> list[tuple[Program[Any], An
         return []
     if name.startswith("few") or (name == "ours" and is_streamed(dtype, pairs, model.experts, rounded)):
         k = max(model.hidden, model.intermediate)
-        return [(stream.stream_program, config_of(dtype, k, pairs / model.experts, rounded))]
+        config = config_of(dtype, k, pairs / model.experts, rounded)
+        return [(stream.stream_program, dataclasses.replace(config, **dict(_switched_off(name))))]
     if name != "ours":
         columns, inputs = _tile_of(name)
     else:
@@ -129,12 +130,17 @@ def programs_of(shape: Shape, name: str = "ours") -> list[tuple[Program[Any], An
     return [(grouped.gemm_program, Gemm(dtype, gated, columns, kind, paired=paired)) for gated, kind in both]
 
 
-_TILES = re.compile(r"(\d+([vs]|c?p?)|fewc?)")  # the names of `tiles`
+_TILES = re.compile(r"(\d+([vs]|c?p?)|fewc?(-even)?(-narrow)?)")  # the names of `tiles`
 
 
 def _suits(name: str, shape: Shape) -> bool:
     """Whether a name of `tiles` is for the dtype of a shape's activations."""
-    return (name == "fewc" or name.rstrip("p")[-1] in "vc") == (shape.activation_dtype == "fp8")
+    return (name.partition("-")[0].rstrip("p")[-1] in "vc") == (shape.activation_dtype == "fp8")
+
+
+def _switched_off(name: str) -> tuple[tuple[str, bool], ...]:
+    """Returns the attributes of the streaming kernel's configuration that a name of `tiles` switches off."""
+    return tuple((attribute, False) for attribute in name.split("-")[1:])
 
 
 def _tile_of(name: str) -> tuple[int, tuple[str, ...]]:
@@ -148,13 +154,14 @@ def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
     Args:
         name: the largest number of columns of a tile, with a suffix. ``s``: 16-bit activations are split into two fp8 values.
             ``v``: activations are fp8, with 16-bit MMAs on the quantised values. ``c``: activations and MMAs are fp8. ``p``, after
-            the others: two CTAs share columns (288p and 144cp). The names ``few`` and ``fewc`` stand for the streaming kernel.
+            the others: two CTAs share columns (288p and 144cp). The names ``few`` and ``fewc`` stand for the streaming kernel;
+            ``few-even`` and ``few-narrow`` for this kernel without these attributes of its configuration.
         shape, layer: see the module's docstring.
     """
     if shape.model.weight_format != "mxfp4" or not _suits(name, shape):
         raise Unsupported("for mxfp4 weights, and activations of one dtype")
     prepared = mxfp4_layout.prepare_weights(layer.weights, layer.plan)
-    apply: Callable[..., Any] = functools.partial(stream.moe_apply_few, out=None)
+    apply: Callable[..., Any] = functools.partial(stream.moe_apply_few, out=None, changes=_switched_off(name))
     if name.endswith("p"):
         apply = moe_apply_paired
     elif not name.startswith("few"):

@@ -95,6 +95,9 @@ class Shape:
 
 
 GPT_OSS_120B = Model("gpt-oss-120b", 128, 4, 2880, 2880, gpt_oss=True)
+# A rank's experts of GPT-OSS-120B on two GPUs: a slice of every expert, or half of the experts.
+SLICES = Model("gpt-oss-120b slices", 128, 4, 2880, 1440, gpt_oss=True)
+HALF = Model("gpt-oss-120b 64 of 128", 64, 4, 2880, 2880, of=128, gpt_oss=True)
 GPT_OSS_20B = Model("gpt-oss-20b", 32, 4, 2880, 2880, gpt_oss=True)
 QWEN3 = Model("qwen3-235b", 128, 8, 4096, 1536, "dense")
 QWEN3_FP8 = Model("qwen3-235b fp8 blocks", 128, 8, 4096, 1536, "fp8_block")
@@ -110,7 +113,7 @@ def _shapes() -> Iterator[Shape]:
         yield Shape(GPT_OSS_120B, tokens, more=tokens in _BESIDE_BARS)
     for tokens in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192):
         yield Shape(GPT_OSS_120B, tokens, "fp8", more=tokens in _BESIDE_BARS)
-    for model in (GPT_OSS_20B, QWEN3, QWEN3_FP8, DEEPSEEK_V3):
+    for model in (SLICES, HALF, GPT_OSS_20B, QWEN3, QWEN3_FP8, DEEPSEEK_V3):
         for activation_dtype in ("none", "fp8") if model.weight_format == "fp8_block" else ("none",):
             for tokens in (1, 4, 16, 64, 256, 1024, 8192):
                 yield Shape(model, tokens, activation_dtype, more=True)

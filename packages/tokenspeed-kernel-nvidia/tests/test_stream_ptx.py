@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -20,7 +21,7 @@ from sm90_emulator.programs import ptx
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS, STRIP, blocks_of, panel_bytes, panels_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
-from tokenspeed_kernel_nvidia.sm90.moe.stream.config import COUNTERS, THREADS, Config, config_of, entries_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import COUNTERS, THREADS, Config, config_of, entries_of, slab_of
 
 from .experts import GPT_OSS, RandomLayer, compare
 
@@ -36,14 +37,25 @@ def bytes_of(x: Tensor) -> Any:
     return x.contiguous().view(torch.uint8).numpy()
 
 
+def config_for(layer: RandomLayer, pairs: int) -> Config:
+    plan = layer.plan
+    k, rounded = max(plan.hidden_size, plan.intermediate_size), plan.activation_dtype == "fp8"
+    return config_of(DTYPES[plan.dtype], k, pairs / plan.num_experts, rounded)
+
+
 def executed(
-    layer: RandomLayer, call: tuple[Tensor, Tensor, Tensor], ctas: int, turns: int, resident: int = 132, seed: int = 0
+    layer: RandomLayer,
+    call: tuple[Tensor, Tensor, Tensor],
+    ctas: int,
+    turns: int,
+    resident: int = 132,
+    seed: int = 0,
+    config: Config | None = None,
 ) -> Tensor:
     """Runs a launch, and returns its output. The launch must leave its counters at zero."""
     x, weights, ids = call
     plan, pairs, memory = layer.plan, ids.numel(), Memory(1 << 24)
-    k, rounded = max(plan.hidden_size, plan.intermediate_size), plan.activation_dtype == "fp8"
-    config = config_of(DTYPES[plan.dtype], k, pairs / plan.num_experts, rounded)
+    config = config or config_for(layer, pairs)
     counts = COUNTERS + entries_of(config, pairs, plan.num_experts)
     counters = memory.put(np.zeros(4 * counts, np.uint8))
     ids_at, weights_at, x_at = (memory.put(bytes_of(each)) for each in (ids, weights, x))
@@ -62,8 +74,9 @@ def executed(
     assert all(-(-rows // STRIP // PANEL_STRIPS) == panels_of(rows) for rows, _ in sizes)
     limit = math.inf if plan.limit is None else plan.limit
     options = [turns, plan.num_experts, plan.hidden_size, plan.intermediate_size, plan.top_k, plan.alpha, limit, plan.beta]
+    slabs = [slab_of(config, blocks_of(k)) for _, k in sizes]
     given = [x_at, plan.hidden_size, ids_at, weights_at, out, plan.hidden_size, len(x), activated, slots, counters]
-    arguments = [*layers, *options, *given]
+    arguments = [*layers, *options, *slabs, *given]
     launch(text_of(config), arguments, THREADS, (ctas,), memory, resident=resident, seed=seed + 1)
     assert not memory.get(counters, np.int32, counts).any()
     return torch.from_numpy(memory.get(out, np.uint8, 2 * x.numel())).view(plan.dtype).view(x.shape)
@@ -102,6 +115,29 @@ def test_layers(
         ids = some_experts(ids)
     got = executed(layer, (x, weights, ids), ctas, turns, seed=tokens)
     compare(got, layer.wanted(x, weights, ids))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate"),
+    [
+        (768, 480),  # slabs of 4 blocks; of 3, 3 and 2
+        (960, 256),  # slabs of 5 blocks; of 2 and 2
+        pytest.param(64, 1440, marks=pytest.mark.slow),  # slabs of one block; of 4, 4, 4, 4, 4 and 3
+    ],
+)
+def test_slabs_of_few_and_of_many_pairs(hidden: int, intermediate: int) -> None:
+    """Tests experts with up to four pairs, which use half of the MMA columns, beside experts with more. The order of additions does
+    not depend on the number of columns."""
+    layer = RandomLayer(CPU, 4, 2, hidden, intermediate, **GPT_OSS)
+    x, weights, _ = layer.tokens(6)
+    ids = torch.tensor([[3, 0], [3, 1], [3, 0], [0, 3], [2, 3], [0, 3]], dtype=torch.int32)
+    config = config_for(layer, ids.numel())
+    assert config.narrow
+    assert config.pairs == 8
+    got = executed(layer, (x, weights, ids), 2, 1)
+    compare(got, layer.wanted(x, weights, ids))
+    wide = dataclasses.replace(config, narrow=False)
+    assert torch.equal(got, executed(layer, (x, weights, ids), 2, 1, config=wide))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from gpt_oss.parallel import MODELS
 from gpt_oss.request import Request
 from gpt_oss.sampling import Sampling
 from gpt_oss.shards import ShardedGptOss
+from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
 from tokenspeed_kernel.workbench.benchmark import as_text, collect_metadata
 
@@ -76,6 +77,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each prefill, of which the median counts")
     parser.add_argument("--check", type=int, default=0, help="layers that are run whole, too, and compared")
     parser.add_argument("--left-out", action="store_true", help="by how much a pass is shorter without each of its kernels")
+    parser.add_argument(
+        "--routed-tokens", type=_counts, help="numbers of tokens with a separate sum before the router: from, up to but without"
+    )
     return parser.parse_args(arguments)
 
 
@@ -129,6 +133,9 @@ def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, An
     kind = MODELS[options.experts]
     longest = max([_length(options), *(tokens + 1 for _, tokens in options.prefills)])
     model = kind(config, source, group, torch.bfloat16, device, max_positions=longest)
+    if options.routed_tokens is not None and isinstance(model, TensorParallelGptOss):
+        model.routed_tokens = range(*options.routed_tokens)
+        report["routed_tokens"] = list(options.routed_tokens)
     _wait(device)
     report["seconds_of_loading"] = time.perf_counter() - began
     report["gigabytes"] = torch.cuda.memory_allocated(device) / 1e9 if device.type == "cuda" else None

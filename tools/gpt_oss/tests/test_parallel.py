@@ -33,12 +33,14 @@ def test_a_model_that_processes_share_generates() -> None:
 def test_the_benchmark(experts: str, tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     sizes = ("--batches", "1,3", "--context", "20", "--steps", "2", "--prefills", "2x9", "--repeats", "1", "--check", "2")
+    sizes += ("--routed-tokens", "3,4")
     said = torchrun(str(BENCHMARK), *TINY, "--experts", experts, *sizes, "--output", str(output))
     report = json.loads(output.read_text())
     assert report["ranks"] == 2
     assert [row["batch"] for row in report["decode"]] == [1, 3]
     assert all(row["milliseconds_bare"] > 0 and row["milliseconds_a_step"] > 0 for row in report["decode"])
     assert report["prefill"][0]["tokens_per_second"] > 0
+    assert report.get("routed_tokens") == ([3, 4] if experts == "parts" else None)
     assert "comm.all_reduce" in " ".join(report["kernels"])
     assert report["check"]["positions"] == 3 * 41
     assert report["check"]["same_on_every_rank"]

@@ -64,9 +64,15 @@ def on_each_rank(tensor_parallel: bool) -> dict[str, tuple[list[list[int]], floa
 def models(config: Config, source: TensorSource, group: ProcessGroup, tensor_parallel: bool) -> dict[str, ShardedGptOss]:
     if tensor_parallel:
         made: dict[str, ShardedGptOss] = {}
-        for kind, one_call in (("parts", None), ("parts, decode passes in one call", True)):
+        kinds = {
+            "parts": {},
+            "parts, decode passes in one call": {"one_call": True},
+            "parts, a separate sum before the router": {"routed_tokens": range(5, 20)},
+        }
+        for kind, changes in kinds.items():
             made[kind] = model = TensorParallelGptOss(config, source, group, torch.float32)
-            model.one_call = one_call
+            for name, value in changes.items():
+                setattr(model, name, value)
         return made
     made = {}
     # With a dispatch threshold of 1 token, a pass of a single token leaves one rank without tokens.
@@ -76,7 +82,7 @@ def models(config: Config, source: TensorSource, group: ProcessGroup, tensor_par
     return made
 
 
-@pytest.mark.parametrize(("tensor_parallel", "count"), [(True, 8), (False, 8)], ids=["tensor parallel", "expert parallel"])
+@pytest.mark.parametrize(("tensor_parallel", "count"), [(True, 12), (False, 8)], ids=["tensor parallel", "expert parallel"])
 def test_two_ranks_give_the_tokens_of_one(tensor_parallel: bool, count: int) -> None:
     first, second = run_world(on_each_rank, 2, (tensor_parallel,))
     assert first == second

@@ -6,9 +6,9 @@ ranks' logits are gathered. All ranks then have bitwise equal logits and select 
 the same requests in the same order.
 
 Decode passes of few tokens run all layers in one call of `decoder_layers`, which also computes the sums over ranks, if a kernel
-serves that call. Otherwise each sum over ranks is followed by a norm. With many tokens, one kernel computes both the sum and the
-norm. With few tokens, one kernel computes only the sum. The next kernel computes the norm: it is a fused kernel, as on a single
-GPU.
+serves that call. Otherwise each sum over ranks is followed by a norm. Either one kernel computes both the sum and the norm, or one
+kernel computes only the sum and the next kernel computes the norm: a fused kernel, as on a single GPU. The number of tokens
+decides, for each of the two sums of a layer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ class TensorParallelGptOss(ShardedGptOss):
     rank must run the same batches in the same order. See `ShardedGptOss`.
 
     Attributes:
-        few_tokens: batches of up to this many tokens use a separate sum over ranks; larger batches use a kernel that fuses sum and
+        few_tokens: batches of up to this many tokens use separate sums over ranks; larger batches use a kernel that fuses sum and
             norm.
+        routed_tokens: batches of these numbers of tokens use a separate sum before the router, whose kernel fuses norm, GEMM and
+            top-k.
     """
 
     # GPT-OSS-120B on two H200s, ms per pass of 1, 2, 4 and 8 tokens: 1.69, 1.99, 2.57, 3.50 with a separate sum over ranks, and
     # 1.78, 2.09, 2.60, 3.46 with a fused sum and norm.
     few_tokens = 4
+    routed_tokens = range(0)
 
     @property
     def summed_over(self) -> ProcessGroup:
@@ -45,30 +48,35 @@ class TensorParallelGptOss(ShardedGptOss):
         output = self._run_in_one_call(hidden, batch, cache)
         if output is not None:
             return output, None
-        run = self._run_few if len(hidden) <= self.few_tokens else self._run_many
+        few = len(hidden) <= self.few_tokens
+        attend = self._attend_few if few else self._attend_many
+        route = self._route_few if few or len(hidden) in self.routed_tokens else self._route_many
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches: Caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
-            hidden, residual = run(layer, hidden, residual, batch, caches)
+            attended, residual = attend(layer, hidden, residual, batch, caches)
+            normed, weights, ids, residual = route(layer, attended, residual)
+            hidden = self.ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
         return hidden, residual
 
-    def _run_few(
+    def _attend_few(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor]:
-        """Runs a layer with a separate sum over ranks. ``hidden`` and the first result are this rank's partial sums. Only the
-        embeddings, the first layer's input, are complete.
-        """
-        ops, group = self.ops, self.group
-        if residual is not None:
-            ops.all_reduce(hidden, group, hidden)
-        attended, residual = self._attend(layer, hidden, residual, batch, caches)
-        normed, weights, ids, residual = self._route(layer, ops.all_reduce(attended, group, attended), residual)
-        return ops.moe_apply(normed, layer.experts, weights, ids, layer.plan), residual
+        """Returns this rank's partial sum of attention's output, and the residual stream before it. A separate kernel computes the
+        sum over ranks of the input.
 
-    def _run_many(
+        Args:
+            hidden: this rank's partial sum of the preceding layer's output; in the first layer, without a residual stream, the
+                embeddings.
+        """
+        if residual is not None:
+            self.ops.all_reduce(hidden, self.group, hidden)
+        return self._attend(layer, hidden, residual, batch, caches)
+
+    def _attend_many(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor]:
-        """Runs a layer as `_run_few` does, but with the sum over ranks and the norm in one kernel."""
+        """As `_attend_few`, but with the sum over ranks and the norm in one kernel."""
         ops, group, config, eps = self.ops, self.group, self.config, self.config.rms_norm_eps
         if residual is None:
             normed, residual = ops.rmsnorm(hidden, layer.attention_norm, eps), hidden
@@ -79,10 +87,18 @@ class TensorParallelGptOss(ShardedGptOss):
         q, k, v = qkv.unflatten(1, (-1, config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         cached = (None, None, None, None) if caches[0] is None else (v, *caches, batch.slot_mapping)
         ops.apply_rope(q, k, batch.positions, self.cos_sin, False, *cached, q_out=q, k_out=k)
-        attended = layer.output(ops, self._attention(layer, qkv, batch, *caches))
-        normed, residual = ops.all_reduce_rmsnorm(attended, layer.mlp_norm, group, eps, residual)
+        return layer.output(ops, self._attention(layer, qkv, batch, *caches)), residual
+
+    def _route_few(self, layer: Layer, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `_route`, of this rank's partial sum of attention's output. A separate kernel computes the sum over ranks."""
+        return self._route(layer, self.ops.all_reduce(attended, self.group, attended), residual)
+
+    def _route_many(self, layer: Layer, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `_route_few`, but with the sum over ranks and the norm in one kernel."""
+        ops, config = self.ops, self.config
+        normed, residual = ops.all_reduce_rmsnorm(attended, layer.mlp_norm, self.group, config.rms_norm_eps, residual)
         weights, ids = ops.moe_topk(layer.router(ops, normed), config.num_experts_per_tok)
-        return ops.moe_apply(normed, layer.experts, weights, ids, layer.plan), residual
+        return normed, weights, ids, residual
 
     def _norm_last(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:

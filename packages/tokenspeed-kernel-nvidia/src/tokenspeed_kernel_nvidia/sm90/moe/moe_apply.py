@@ -137,7 +137,7 @@ def moe_apply(
         grouped = True
     elif grouped is None:
         grouped = not is_streamed(DTYPES[x.dtype], topk_ids.numel(), plan.num_experts, rounded)
-    launch = moe_apply_few
+    launch: Callable[..., Tensor] = moe_apply_few
     if grouped:
         launch = moe_apply_rounded if rounded else moe_apply_many
         sizes = plan.num_experts, plan.hidden_size, plan.intermediate_size

@@ -4,9 +4,10 @@ The kernel is memory-bound: reading weights takes most of the time. The weights 
 16 (token, slot) pairs. There is one persistent CTA per SM, and the tile scheduler gives all CTAs equally many bytes to read. CTAs
 take ranges of all needed panels of w13, and then of w2. A producer warp streams the panels into a ring buffer in shared memory by
 bulk copies. The producer never waits for results. So panels of w2 arrive while the last panels of w13 are computed. Twelve MMA
-warps use swap-AB: weights are the A operand and pairs the columns. Panels of w2 are computed only when all panels of w13 for the
-same entry (a group of pairs of one expert) are done. A counter per entry signals this. At the end each CTA sums over slots for its
-part of the output.
+warps use swap-AB: weights are the A operand and pairs the columns. A kernel for up to 8 pairs per entry uses half of the columns
+for entries of up to 4, and then issues the MMAs of more k blocks together. Panels of w2 are computed only when all panels of w13
+for the same entry (a group of pairs of one expert) are done. A counter per entry signals this. At the end each CTA sums over slots
+for its part of the output.
 
 With fp8 activations, the warps that prepare rows quantise them. A pair then has one MMA column instead of two or three. The MMAs
 multiply unscaled weights, and block scales multiply the partial sums in float32. So all weights are exact.
@@ -17,6 +18,7 @@ of every sum have a fixed order.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -75,9 +77,10 @@ class _Launch(NamedTuple):
 
 
 @functools.cache
-def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _Launch:
+def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int, changes: tuple[tuple[str, Any], ...] = ()) -> _Launch:
     k = max(plan.hidden_size, plan.intermediate_size)
     config = config_of(DTYPES[dtype], k, pairs / plan.num_experts, plan.activation_dtype == "fp8")
+    config = dataclasses.replace(config, **dict(changes))
     ctas = sm_count_of(device)
     slots_at = -(-pairs * plan.intermediate_size * (4 if config.wide else 2) // 256) * 256
     nbytes = slots_at + pairs * plan.hidden_size * 4
@@ -87,24 +90,39 @@ def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _
 
 
 def moe_apply_few(
-    x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None
+    x: Tensor,
+    weights: MoEWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    out: Tensor | None,
+    changes: tuple[tuple[str, Any], ...] = (),
 ) -> Tensor:
     """Computes `moe_apply` of arguments that the operator has checked, with weights in the layout of `mxfp4.layout`.
 
-    More pairs than one launch handles need several launches, and each launch reads the weights again.
+    More pairs than one launch handles need several launches, and each launch reads the weights again. ``changes``: attributes of
+    the configuration that differ from those of `config_of`, for measurements.
     """
     rows, written = aligned(x), to_write(out, x, x.shape)
     topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
     most = MAX_PAIRS // plan.top_k
     for first in range(0, len(x), most):
         some = slice(first, first + most)
-        _launch(rows[some], weights, topk_weights[some], topk_ids[some], plan, written[some])
+        _launch(rows[some], weights, topk_weights[some], topk_ids[some], plan, written[some], changes)
     return deliver(written, out)
 
 
-def _launch(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor) -> None:
+def _launch(
+    x: Tensor,
+    weights: MoEWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    out: Tensor,
+    changes: tuple[tuple[str, Any], ...],
+) -> None:
     device, pairs = x.get_device(), topk_ids.numel()
-    launch, ctas, turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device)
+    launch, ctas, turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device, changes)
     workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, counters)
     memory_at = workspace.memory_at
     limit = math.inf if plan.limit is None else plan.limit

@@ -161,9 +161,13 @@ class Consumers(ExactDotProducts):
                 blocks = split_of(item) * self.slab
             else:
                 start = split_of(item)
+        slab = self.slab_of(call.layer, kind == W13)
+        narrow = Boolean(False)
+        if const_expr(self.config.narrow):
+            narrow = entry_of(call.entries[index_of(item)]).count <= self.config.pairs // 2
         step = Int32(0)
         head = Uint32(0)
-        while (start + step) * self.slab < cutlass.max(blocks, 1):
+        while (start + step) * slab < cutlass.max(blocks, 1):
             if step > 0:
                 call.pipe.wait(at)
             stage_at = call.ring + at.stage * self.config.stage_bytes
@@ -172,16 +176,16 @@ class Consumers(ExactDotProducts):
                 # MMAs depend only on the words of their blocks, and do not wait for this load. The load must complete before the
                 # stage is released, because a copy into the stage may start then.
                 cute.arch.fence_view_async_shared()
-            first = (start + step + group) * self.slab
-            count = cutlass.min(blocks - first, self.slab)
+            first = (start + step + group) * slab
+            count = cutlass.min(blocks - first, slab)
             block_at = stage_at + PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-            if count == self.slab:
-                for begin in cutlass.range_constexpr(0, self.slab, self.group):
-                    some = min(self.group, self.slab - begin)
-                    self.multiply_blocks(call, block_at + begin * PANEL_BLOCK_BYTES, first + begin, some, lane, sums)
+            if const_expr(self.config.narrow):
+                if narrow:
+                    self.multiply_slab(call, block_at, first, count, self.config.narrow_group, 2, lane, sums)
+                else:
+                    self.multiply_slab(call, block_at, first, count, self.group, 1, lane, sums)
             else:
-                for each in cutlass.range(count, unroll=1):
-                    self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, first + each, 1, lane, sums)
+                self.multiply_slab(call, block_at, first, count, self.group, 1, lane, sums)
             self.release(call, at)
             at = skip(at, GROUPS, self.stages)
             step += GROUPS
@@ -200,8 +204,52 @@ class Consumers(ExactDotProducts):
         return at
 
     @cute.jit
+    def multiply_slab(
+        self,
+        call: Call,
+        block_at: Int32,
+        first: Int32,
+        count: Int32,
+        group: cutlass.Constexpr[int],
+        parts: cutlass.Constexpr[int],
+        lane: Int32,
+        sums: cute.Tensor,
+    ):
+        """Accumulates a slab in this lane's sums.
+
+        Args:
+            block_at: the address of this strip's part of the first block.
+            first: the first block.
+            count: the number of blocks; none if it is negative.
+            group: the number of blocks whose MMAs are issued together.
+            parts: the MMAs use the first one of this many parts of the columns.
+        """
+        if count == self.slab:
+            for begin in cutlass.range_constexpr(0, self.slab, group):
+                some = min(group, self.slab - begin)
+                self.multiply_blocks(call, block_at + begin * PANEL_BLOCK_BYTES, first + begin, some, parts, lane, sums)
+        else:
+            done = Int32(0)
+            if const_expr(self.config.even):
+                # Powers of two, each of which is one issue: 3 blocks are 2 and 1.
+                for size in cutlass.range_constexpr(min(group, self.slab - 1), 1, -1):
+                    if const_expr(size & (size - 1) == 0):
+                        while done + size <= count:
+                            self.multiply_blocks(call, block_at + done * PANEL_BLOCK_BYTES, first + done, size, parts, lane, sums)
+                            done += size
+            for each in cutlass.range(done, count, unroll=1):
+                self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, first + each, 1, parts, lane, sums)
+
+    @cute.jit
     def multiply_blocks(
-        self, call: Call, block_at: Int32, block: Int32, count: cutlass.Constexpr[int], lane: Int32, sums: cute.Tensor
+        self,
+        call: Call,
+        block_at: Int32,
+        block: Int32,
+        count: cutlass.Constexpr[int],
+        parts: cutlass.Constexpr[int],
+        lane: Int32,
+        sums: cute.Tensor,
     ):
         """Accumulates some blocks in this lane's sums. The blocks' MMAs are issued together, with a single wait."""
         scales, operands = [], []
@@ -210,9 +258,10 @@ class Consumers(ExactDotProducts):
             scales.append(scales_of(load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + CODE_BYTES + lane // 4 * 4), 1)))
             rows = [decode_e5m2(word) for word in words]  # for each 16 elements of k, row g and row g + 8
             operands += [(*rows[0], *rows[1]), (*rows[2], *rows[3])]
-        partials = self.multiply_halves(call.rows + block * (4 * self.mma_tiles * CORE_BYTES), operands)
+        rows_at = call.rows + block * (4 * self.mma_tiles * CORE_BYTES)
+        partials = self.multiply_halves(rows_at, operands, self.mma_tiles // parts)
         for half in cutlass.range_constexpr(2 * count):
-            for tile in cutlass.range_constexpr(self.tiles):
+            for tile in cutlass.range_constexpr(self.tiles // parts):
                 for row in cutlass.range_constexpr(2):
                     number = self.joined(partials[half], tile, row)
                     sums[tile, row] += number * scales[half // 2][2 * (half % 2) + row]
@@ -227,15 +276,15 @@ class Consumers(ExactDotProducts):
             rest += partials[at + 4] * (1.0 / REST)
         return number + rest * (1.0 / REST)
 
-    def multiply_halves(self, rows_at: Int32, operands: Any) -> Any:
-        """Issues the wgmmas of consecutive half blocks, and returns their results: 64 rows of a warpgroup by all columns. Each lane
-        has four values for every 8 columns.
+    def multiply_halves(self, rows_at: Int32, operands: Any, tiles: int) -> Any:
+        """Issues the wgmmas of consecutive half blocks, and returns their results: 64 rows of a warpgroup by ``tiles`` times eight
+        columns. Each lane has four values for every 8 columns.
         """
-        tiles = self.mma_tiles
         each = 4 * tiles
+        pitch = self.mma_tiles * CORE_BYTES  # bytes to the next 16 elements of k
         # Matrix descriptor: the address, and the strides in bytes to the next 16 elements of k and to the next eight columns, all
         # divided by 16.
-        low = (tiles * CORE_BYTES // 16) << 16
+        low = (pitch // 16) << 16
         lines = [
             "{ .reg .pred none; .reg .b64 rows; .reg .b32 at;",
             "setp.ne.b32 none, 0, 0;",
@@ -245,7 +294,7 @@ class Consumers(ExactDotProducts):
         for half in range(len(operands)):
             to = ", ".join(f"{{$w{half * each + number}}}" for number in range(each))
             left = ", ".join(f"{{$r{1 + half * 4 + number}}}" for number in range(4))
-            lines.append(f"mov.b64 rows, {{at, {CORE_BYTES // 16}}}; add.u32 at, at, {2 * tiles * CORE_BYTES // 16};")
+            lines.append(f"mov.b64 rows, {{at, {CORE_BYTES // 16}}}; add.u32 at, at, {2 * pitch // 16};")
             shape = f"m64n{8 * tiles}k32"
             lines.append(f"wgmma.mma_async.sync.aligned.{shape}.f32.e5m2.e4m3 {{{to}}}, {{{left}}}, rows, none, 1, 1;")
         lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0; }"]
