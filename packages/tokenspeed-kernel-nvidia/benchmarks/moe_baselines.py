@@ -130,7 +130,7 @@ def programs_of(shape: Shape, name: str = "ours") -> list[tuple[Program[Any], An
     return [(grouped.gemm_program, Gemm(dtype, gated, columns, kind, paired=paired)) for gated, kind in both]
 
 
-_TILES = re.compile(r"(\d+([vs]|c?p?)|fewc?(-even)?(-narrow)?)")  # the names of `tiles`
+_TILES = re.compile(r"(\d+([vs]|c?p?)|fewc?(-narrow)?)")  # the names of `tiles`
 
 
 def _suits(name: str, shape: Shape) -> bool:
@@ -155,7 +155,7 @@ def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
         name: the largest number of columns of a tile, with a suffix. ``s``: 16-bit activations are split into two fp8 values.
             ``v``: activations are fp8, with 16-bit MMAs on the quantised values. ``c``: activations and MMAs are fp8. ``p``, after
             the others: two CTAs share columns (288p and 144cp). The names ``few`` and ``fewc`` stand for the streaming kernel;
-            ``few-even`` and ``few-narrow`` for this kernel without these attributes of its configuration.
+            ``few-narrow`` for this kernel without the attribute ``narrow`` of its configuration.
         shape, layer: see the module's docstring.
     """
     if shape.model.weight_format != "mxfp4" or not _suits(name, shape):

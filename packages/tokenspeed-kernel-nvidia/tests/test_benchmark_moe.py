@@ -315,11 +315,11 @@ def test_programs_of_tiles(programs: Programs) -> None:
     plain, fp8 = (shapes.Shape(shapes.GPT_OSS_120B, 64, dtype) for dtype in ("none", "fp8"))
     assert [config.columns for _, config in programs_of(fp8, "40c")] == [40, 40]
     assert [program for program, _ in programs_of(fp8, "fewc")] == [stream.stream_program]
-    assert not programs_of(fp8, "few-even")
+    assert not programs_of(fp8, "few-narrow")
     ((_, config),) = programs_of(shapes.Shape(shapes.SLICES, 64), "few")
-    assert (config.even, config.narrow) == (True, True)
-    ((_, changed),) = programs_of(shapes.Shape(shapes.SLICES, 64), "few-even-narrow")
-    assert changed == dataclasses.replace(config, even=False, narrow=False)
+    assert config.narrow
+    ((_, changed),) = programs_of(shapes.Shape(shapes.SLICES, 64), "few-narrow")
+    assert changed == dataclasses.replace(config, narrow=False)
     assert programs_of(plain, "40c") == programs_of(plain, "triton") == []
     assert [config.inputs for _, config in programs_of(plain, "24s")] == ["parts"] * 2
     for shape, name, columns in ((plain, "288p", 288), (fp8, "144cp", 144)):

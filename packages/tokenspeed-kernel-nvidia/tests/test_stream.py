@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
     entries_of,
     every_config,
     max_k,
-    slab_of,
 )
 
 from .experts import GPT_OSS, RandomLayer, compare
@@ -399,26 +397,6 @@ def test_there_is_a_program_for_every_size(dtype: str, half_blocks: int, pairs_p
     assert config.blocks == min(other.blocks for other in alike)
     wide = [other.pairs for other in alike if other.blocks == config.blocks]
     assert config.pairs == min((pairs for pairs in wide if pairs >= 2 * pairs_per_expert + 2), default=max(wide))
-
-
-@given(st.sampled_from(every_config()), st.data())
-def test_slabs_of_a_panel(config: Config, data: st.DataObject) -> None:
-    blocks = data.draw(st.integers(1, config.blocks))
-    slab = slab_of(config, blocks)
-    assert 1 <= slab <= config.slab
-    slabs = [min(slab, blocks - first) for first in range(0, blocks, slab)]
-    assert sum(slabs) == blocks
-    if config.even:
-        # No warpgroup has more slabs than with the largest slabs.
-        assert math.ceil(len(slabs) / GROUPS) == math.ceil(blocks / config.slab / GROUPS)
-        most = max(sum(slabs[group::GROUPS]) for group in range(GROUPS))
-        assert most <= blocks / GROUPS + math.ceil(len(slabs) / GROUPS)
-
-
-@pytest.mark.parametrize(("k", "slab"), [(2880, 5), (1440, 4), (960, 5), (720, 4), (64, 1)])
-def test_slabs_of_gpt_oss(k: int, slab: int) -> None:
-    """Tests the experts of one GPU, and the slices of the experts of two, three and four."""
-    assert slab_of(config_of("bfloat16", 2880, 2), -(-k // BLOCK)) == slab
 
 
 @st.composite

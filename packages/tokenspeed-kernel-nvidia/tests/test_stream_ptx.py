@@ -21,7 +21,7 @@ from sm90_emulator.programs import ptx
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_STRIPS, STRIP, blocks_of, panel_bytes, panels_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
-from tokenspeed_kernel_nvidia.sm90.moe.stream.config import COUNTERS, THREADS, Config, config_of, entries_of, slab_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import COUNTERS, THREADS, Config, config_of, entries_of
 
 from .experts import GPT_OSS, RandomLayer, compare
 
@@ -74,9 +74,8 @@ def executed(
     assert all(-(-rows // STRIP // PANEL_STRIPS) == panels_of(rows) for rows, _ in sizes)
     limit = math.inf if plan.limit is None else plan.limit
     options = [turns, plan.num_experts, plan.hidden_size, plan.intermediate_size, plan.top_k, plan.alpha, limit, plan.beta]
-    slabs = [slab_of(config, blocks_of(k)) for _, k in sizes]
     given = [x_at, plan.hidden_size, ids_at, weights_at, out, plan.hidden_size, len(x), activated, slots, counters]
-    arguments = [*layers, *options, *slabs, *given]
+    arguments = [*layers, *options, *given]
     launch(text_of(config), arguments, THREADS, (ctas,), memory, resident=resident, seed=seed + 1)
     assert not memory.get(counters, np.int32, counts).any()
     return torch.from_numpy(memory.get(out, np.uint8, 2 * x.numel())).view(plan.dtype).view(x.shape)
@@ -117,23 +116,28 @@ def test_layers(
     compare(got, layer.wanted(x, weights, ids))
 
 
+_FEW = [[3, 0], [3, 1], [3, 0], [0, 3], [2, 3], [0, 3]]  # expert 3 has 6 pairs, the others at most 4
+_MANY = [[3, 0 if each < 8 else 1] for each in range(18)]  # expert 3 has 16 pairs and 2, the others 8 and 10
+
+
 @pytest.mark.parametrize(
-    ("hidden", "intermediate"),
+    ("experts", "pairs", "hidden", "intermediate"),
     [
-        (768, 480),  # slabs of 4 blocks; of 3, 3 and 2
-        (960, 256),  # slabs of 5 blocks; of 2 and 2
-        pytest.param(64, 1440, marks=pytest.mark.slow),  # slabs of one block; of 4, 4, 4, 4, 4 and 3
+        (_FEW, 8, 768, 480),  # slabs of 4 blocks
+        (_FEW, 8, 960, 256),  # slabs of 5 blocks
+        (_MANY, 16, 192, 96),
+        pytest.param(_MANY, 16, 960, 64, marks=pytest.mark.slow),
     ],
 )
-def test_slabs_of_few_and_of_many_pairs(hidden: int, intermediate: int) -> None:
-    """Tests experts with up to four pairs, which use half of the MMA columns, beside experts with more. The order of additions does
-    not depend on the number of columns."""
+def test_entries_of_few_pairs(experts: list[list[int]], pairs: int, hidden: int, intermediate: int) -> None:
+    """Tests entries with at most half of the pairs, which use half of the MMA columns, beside entries with more. The order of
+    additions does not depend on the number of columns."""
     layer = RandomLayer(CPU, 4, 2, hidden, intermediate, **GPT_OSS)
-    x, weights, _ = layer.tokens(6)
-    ids = torch.tensor([[3, 0], [3, 1], [3, 0], [0, 3], [2, 3], [0, 3]], dtype=torch.int32)
+    x, weights, _ = layer.tokens(len(experts))
+    ids = torch.tensor(experts, dtype=torch.int32)
     config = config_for(layer, ids.numel())
     assert config.narrow
-    assert config.pairs == 8
+    assert config.pairs == pairs
     got = executed(layer, (x, weights, ids), 2, 1)
     compare(got, layer.wanted(x, weights, ids))
     wide = dataclasses.replace(config, narrow=False)

@@ -39,7 +39,7 @@ class Split(Exchange):
         """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        slabs = self.slabs_of(blocks, self.slab)
+        slabs = self.slabs_of(blocks)
         steps, step = panels * slabs, Int32(1)
         if 4 * panels < 5 * ctas:
             steps, step = panels, slabs

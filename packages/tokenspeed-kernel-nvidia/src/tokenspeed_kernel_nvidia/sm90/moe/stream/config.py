@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, blocks_of
@@ -42,9 +41,8 @@ class Config:
         blocks: the largest number of k blocks of a strip.
         columns: number of MMA columns. Each pair of an entry (pairs of one expert that are computed together) has two columns, or
             four with float16 (one of them unused), or one with fp8 activations.
-        slab: the largest number of k blocks in a stage of the ring buffer.
+        slab: the number of k blocks in a stage of the ring buffer.
         rounded: whether activations are fp8, with a scale per row.
-        even: whether the slabs of a panel are as equal as possible, see `slab_of`. Otherwise all but the last have ``slab`` blocks.
         narrow: whether entries with at most half of the pairs use MMAs with half of the columns.
     """
 
@@ -53,7 +51,6 @@ class Config:
     columns: int
     slab: int
     rounded: bool = False
-    even: bool = False
     narrow: bool = False
 
     @property
@@ -86,12 +83,12 @@ class Config:
     @property
     def group(self) -> int:
         """The number of k blocks whose MMAs are issued together. The registers for the results limit this number."""
-        return _group_of(self.columns)
+        return max(1, (40 if self.columns < 32 else 64) // self.columns)
 
     @property
     def narrow_group(self) -> int:
         """The same for entries that use half of the columns."""
-        return _group_of(self.columns // 2)
+        return 48 // (self.columns // 2)
 
     @property
     def rows_bytes(self) -> int:
@@ -115,23 +112,6 @@ class Config:
         return min(STAGES, (SHARED_BYTES - used) // self.stage_bytes) // GROUPS * GROUPS
 
 
-def _group_of(columns: int) -> int:
-    return max(1, (40 if columns < 32 else 64) // columns)
-
-
-def slab_of(config: Config, blocks: Any) -> Any:
-    """Returns the number of k blocks of a slab, if a panel has ``blocks`` of them; ``blocks`` may be a value in host code.
-
-    The warpgroups take a panel's slabs in turn. With even slabs, no warpgroup has many more blocks than another: 23 blocks in slabs
-    of 5 are 10, 8 and 5 blocks for the warpgroups; in slabs of 4 they are 8, 8 and 7.
-    """
-    if not config.even:
-        return config.slab
-    most = GROUPS * config.slab
-    turns = (blocks + most - 1) // most
-    return (blocks + GROUPS * turns - 1) // (GROUPS * turns)
-
-
 def max_k() -> int:
     """Returns the largest supported number of input features."""
     return max(_SLABS) * BLOCK
@@ -153,16 +133,17 @@ def _configs(dtype: str, blocks: int, rounded: bool) -> list[Config]:
     # With three parts and 32 columns, registers suffice for one block fewer.
     less = {32: 1} if PARTS[dtype] > 2 else {}
     every = [
-        Config(dtype, blocks, columns, slab - less.get(columns, 0), rounded, columns < 32, _is_narrow(dtype, columns, rounded))
+        Config(dtype, blocks, columns, slab - less.get(columns, 0), rounded, _is_narrow(dtype, columns, rounded))
         for columns, slab in _SLABS[blocks].items()
     ]
     return [config for config in every if 0 < config.pairs <= MOST_PAIRS]
 
 
 def _is_narrow(dtype: str, columns: int, rounded: bool) -> bool:
-    """Whether a kernel also has MMAs with half of its columns. It is chosen for 1 to 3 pairs per expert on average, so most entries
-    have at most 4, and each issue of their MMAs covers 5 blocks instead of 2."""
-    return not rounded and PARTS[dtype] == 2 and columns == 16
+    """Whether a kernel also has MMAs with half of its columns. The kernel with 16 columns is chosen for 1 to 3 pairs per expert on
+    average. So most entries have at most 4, and each issue of their MMAs covers 5 blocks instead of 2. With 32 columns, it covers 3
+    instead of 2."""
+    return not rounded and PARTS[dtype] == 2 and columns in (16, 32)
 
 
 def wanted_experts(pairs: int, experts: int) -> float:

@@ -36,7 +36,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
     MMA_WARPS,
     THREADS,
     Config,
-    slab_of,
 )
 from tokenspeed_kernel_nvidia.sm90.moe.stream.mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.stream.schedule_device import Schedule
@@ -48,7 +47,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
     W2,
     W13,
     Call,
-    EvenLayer,
+    Layer,
     Place,
     ahead_of,
     entry_of,
@@ -113,10 +112,9 @@ class Stream(Schedule, Consumers):
         w13_strips, w2_strips = intermediate * 2 // STRIP, hidden // STRIP
         w13_bytes, w2_bytes = (PANEL_HEAD_BYTES + blocks * PANEL_BLOCK_BYTES for blocks in (w13_blocks, w2_blocks))
         w13_panels, w2_panels = ((strips + PANEL_STRIPS - 1) // PANEL_STRIPS for strips in (w13_strips, w2_strips))
-        slabs = (Int32(slab_of(self.config, blocks)) for blocks in (w13_blocks, w2_blocks))
-        layer = EvenLayer(
+        layer = Layer(
             w13, w2, w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels, turns, experts,
-            hidden, intermediate, top_k, alpha, limit, beta, *slabs,
+            hidden, intermediate, top_k, alpha, limit, beta,
         )  # fmt: skip
         self.kernel(
             layer, x.iterator.toint(), x.stride[0], ids, weights, out.iterator.toint(), out.stride[0], x.shape[0], activated, slots,
@@ -126,7 +124,7 @@ class Stream(Schedule, Consumers):
     @cute.kernel
     def kernel(
         self,
-        layer: EvenLayer,
+        layer: Layer,
         x: Int64,
         x_stride: Int64,
         ids: Int64,
@@ -227,20 +225,19 @@ class Stream(Schedule, Consumers):
         """Waits until the next stage may be filled with a slab of a GEMM."""
         call.pipe.acquire(at)
 
-    def slabs_of(self, blocks: Int32, slab: Any) -> Int32:
-        """Returns the number of slabs of a panel. ``slab``: the number of blocks of a slab."""
-        return (blocks + slab - 1) // slab
+    def slabs_of(self, blocks: Int32) -> Int32:
+        """Returns the number of slabs of a panel."""
+        return (blocks + self.slab - 1) // self.slab
 
     def load_panels(self, call: Call, at: Any, kind: int, first: Int32, end: Int32, items: Int32, blocks: Int32) -> Any:
         """Streams whole panels. ``first``, ``end``: indices among the panels of all entries."""
         index = first // items
         place = Place(index, first - index * items, Int32(0))
-        slabs = self.slabs_of(blocks, self.slab_of(call.layer, kind == W13))
-        return self.load_range(call, at, kind, place, (end - first) * slabs)
+        return self.load_range(call, at, kind, place, (end - first) * self.slabs_of(blocks))
 
     def place_of(self, first: Int32, items: Int32, blocks: Int32) -> Place:
         """Returns the place of a slab. ``first``: the index among the slabs of all entries."""
-        slabs = self.slabs_of(blocks, self.slab)
+        slabs = self.slabs_of(blocks)
         panel = first // slabs
         index = panel // items
         return Place(index, panel - index * items, first - panel * slabs)
@@ -257,8 +254,7 @@ class Stream(Schedule, Consumers):
         items, size, blocks, weights = layer.w13_items, layer.w13_bytes, layer.w13_blocks, layer.w13
         if const_expr(kind == W2):
             items, size, blocks, weights = layer.w2_items, layer.w2_bytes, layer.w2_blocks, layer.w2
-        slab = self.slab_of(layer, kind == W13)
-        slabs = self.slabs_of(blocks, slab)
+        slabs = self.slabs_of(blocks)
         index, panel, begin = place.index, place.panel, place.slab
         expert = entry_of(call.entries[index]).expert
         at = self.tell(call, at, ahead_of(item_code(kind, index)))
@@ -276,8 +272,8 @@ class Stream(Schedule, Consumers):
                 if begin > 0:
                     source += PANEL_HEAD_BYTES + begin * (self.slab * PANEL_BLOCK_BYTES)
                     head = Int32(0)
-            for block in cutlass.range(first_block, end_block, slab, unroll=1):
-                count = cutlass.min(blocks - block, slab) * PANEL_BLOCK_BYTES + head
+            for block in cutlass.range(first_block, end_block, self.slab, unroll=1):
+                count = cutlass.min(blocks - block, self.slab) * PANEL_BLOCK_BYTES + head
                 self.acquire(call, at, kind)
                 if cute.arch.lane_idx() == 0:
                     call.items[at.stage] = item

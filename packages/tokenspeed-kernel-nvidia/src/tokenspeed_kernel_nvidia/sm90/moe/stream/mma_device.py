@@ -161,13 +161,12 @@ class Consumers(ExactDotProducts):
                 blocks = split_of(item) * self.slab
             else:
                 start = split_of(item)
-        slab = self.slab_of(call.layer, kind == W13)
         narrow = Boolean(False)
         if const_expr(self.config.narrow):
             narrow = entry_of(call.entries[index_of(item)]).count <= self.config.pairs // 2
         step = Int32(0)
         head = Uint32(0)
-        while (start + step) * slab < cutlass.max(blocks, 1):
+        while (start + step) * self.slab < cutlass.max(blocks, 1):
             if step > 0:
                 call.pipe.wait(at)
             stage_at = call.ring + at.stage * self.config.stage_bytes
@@ -176,8 +175,8 @@ class Consumers(ExactDotProducts):
                 # MMAs depend only on the words of their blocks, and do not wait for this load. The load must complete before the
                 # stage is released, because a copy into the stage may start then.
                 cute.arch.fence_view_async_shared()
-            first = (start + step + group) * slab
-            count = cutlass.min(blocks - first, slab)
+            first = (start + step + group) * self.slab
+            count = cutlass.min(blocks - first, self.slab)
             block_at = stage_at + PANEL_HEAD_BYTES + strip * BLOCK_BYTES
             if const_expr(self.config.narrow):
                 if narrow:
@@ -229,15 +228,7 @@ class Consumers(ExactDotProducts):
                 some = min(group, self.slab - begin)
                 self.multiply_blocks(call, block_at + begin * PANEL_BLOCK_BYTES, first + begin, some, parts, lane, sums)
         else:
-            done = Int32(0)
-            if const_expr(self.config.even):
-                # Powers of two, each of which is one issue: 3 blocks are 2 and 1.
-                for size in cutlass.range_constexpr(min(group, self.slab - 1), 1, -1):
-                    if const_expr(size & (size - 1) == 0):
-                        while done + size <= count:
-                            self.multiply_blocks(call, block_at + done * PANEL_BLOCK_BYTES, first + done, size, parts, lane, sums)
-                            done += size
-            for each in cutlass.range(done, count, unroll=1):
+            for each in cutlass.range(count, unroll=1):
                 self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, first + each, 1, parts, lane, sums)
 
     @cute.jit

@@ -14,7 +14,6 @@ computes them first, and sends its partial sums to the CTA with the panel's firs
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import PANEL_HEAD_BYTES
@@ -66,18 +65,6 @@ class Layer:
     alpha: Float32
     limit: Float32
     beta: Float32
-
-
-@dataclass(frozen=True)
-class EvenLayer(Layer):
-    """A layer whose slabs are even.
-
-    Attributes:
-        w13_slab, w2_slab: the number of k blocks of a slab, see `config.slab_of`.
-    """
-
-    w13_slab: Int32
-    w2_slab: Int32
 
 
 @dataclass(frozen=True)
@@ -257,14 +244,6 @@ class Shapes:
         self.stages = config.stages
         self.slab = config.slab
         self.group = config.group
-
-    def slab_of(self, layer: Layer, first: Any) -> Any:
-        """Returns the number of k blocks of a slab of the first GEMM, or of the second; a constant if slabs are not even."""
-        if not self.config.even:
-            return self.slab
-        if isinstance(first, bool):
-            return layer.w13_slab if first else layer.w2_slab
-        return cutlass.select_(first, layer.w13_slab, layer.w2_slab)
 
     def storage(self) -> Any:
         """Returns the type of a CTA's shared memory."""
