@@ -125,8 +125,15 @@ def test_a_program_is_listed_once_also_after_an_interrupt(tmp_path: Path, monkey
     assert [path.name for path in folder.iterdir()] == ["pack.json"]
 
 
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the processes that build packs for gfx942 select portable kernels, also if the AMD wheel is installed."""
+    monkeypatch.setenv("TOKENSPEED_KERNEL_DISABLE_PLUGINS", "amd")
+
+
 @pytest.mark.slow
-def test_a_pack_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("portable")
+def test_a_pack_of_a_model(tmp_path: Path) -> None:
     """Asserts that a model's configuration is enough for a pack: the pack has the programs of all calls of the model's steps, and
     another process finds them."""
     config = {
@@ -147,6 +154,7 @@ def test_a_pack_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("portable")
 def test_batches_and_page_tables_share_programs(tmp_path: Path) -> None:
     """Asserts that batches of up to 32 sequences, with page tables of any width, need one program."""
     with tk.shape_capture(tmp_path / "calls"):
