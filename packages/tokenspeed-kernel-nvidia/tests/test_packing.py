@@ -165,6 +165,22 @@ def test_batches_and_page_tables_share_programs(tmp_path: Path) -> None:
     assert [program["program"] for program in shown["programs"]] == ["tiles_kernel"]
 
 
+def test_check_says_once_what_to_do(tmp_path: Path) -> None:
+    """Several calls need programs that the pack does not have."""
+    with tk.shape_capture(tmp_path / "calls"):
+        norm(64)
+        norm(128)
+    folder = tmp_path / "pack"
+    folder.mkdir()
+    packs.write_manifest(folder, {"arch": "gfx942", "distributions": {}, "toolchains": {}, "calls": [], "programs": []})
+    said = pack("check", folder, tmp_path / "calls", code=1)
+    assert said.count("rmsnorm_kernel is not compiled yet for norm.rmsnorm (triton_rmsnorm), call x float16[2, ") == 2
+    assert "2 of 2 calls would compile" in said
+    assert said.count("tokenspeed-kernel pack build") == 1
+    as_json = CliRunner().invoke(app, ["pack", "check", str(folder), str(tmp_path / "calls"), "--json"]).stdout
+    assert not any("pack build" in each["missing"] for each in json.loads(as_json)["missing"])
+
+
 def test_what_cannot_be_packed(tmp_path: Path) -> None:
     said = pack("build", "no-such-model", "--arch", "sm_90a", "-o", tmp_path / "pack", code=2)
     assert "no-such-model is no file, and no preset" in said
