@@ -12,8 +12,7 @@ every layer reads cold weights. Today's launches are `rmsnorm_qkv_rope`, `mha_de
 `moe_apply`, with PDL, as in the runtime `tools/gpt_oss`. Layers alternate between a window of 128 keys and all keys.
 
 ``--dense`` names formats of the weights of qkv and of the projection; fp8 weights are those in bfloat16, with a scale for each row.
-``--in-flight`` adds variants with other numbers of stages in flight, see `Config.in_flight`. ``--prefetched-tiles`` adds variants
-with other numbers of tiles of keys and values in flight, see `Config.prefetched_tiles`.
+``--in-flight`` adds variants with other numbers of stages in flight, see `Config.in_flight`.
 
 A row is printed as soon as it is measured. If a variant fails, its row has the reason, and the other variants are still measured.
 The kernel's waits end by themselves after about two seconds. The process ends after ``--seconds`` in any case.
@@ -349,7 +348,6 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(CHOICES), help="a list of: " + "; ".join(CHOICES))
     parser.add_argument("--dense", default=DENSE[0], help="formats of dense weights: " + ", ".join(DENSE))
     parser.add_argument("--in-flight", nargs="*", default=[], help="more variants: stages of qkv, projection, w13 and w2")
-    parser.add_argument("--prefetched-tiles", nargs="*", type=int, default=[], help="more variants: tiles that a warp prefetches")
     parser.add_argument("--rounds", type=int, default=30, help="how often a graph runs")
     parser.add_argument("--trace", action="store_true", help="also print the steps of a layer")
     parser.add_argument("--seconds", type=float, default=115.0, help="after this time the process ends")
@@ -359,10 +357,10 @@ def main() -> None:
     given = parser.parse_args()
     tokens = [int(each) for each in given.tokens.split(",")]
     formats = [dense for dense in DENSE if dense in given.dense.split(",")]
-    added = {f"in flight {stages}": {"in_flight": tuple(map(int, stages.split(",")))} for stages in given.in_flight}
-    added |= {f"prefetches {tiles} tiles": {"prefetched_tiles": tiles} for tiles in given.prefetched_tiles}
-    CHOICES.update({name: Choice(options, every=True) for name, options in added.items()})
-    wanted = [name for name in CHOICES if name in (*given.variants.split(","), *added)]
+    for stages in given.in_flight:
+        CHOICES[f"in flight {stages}"] = Choice({"in_flight": tuple(map(int, stages.split(",")))}, every=True)
+    named = (*given.variants.split(","), *(f"in flight {stages}" for stages in given.in_flight))
+    wanted = [name for name in CHOICES if name in named]
     faulthandler.dump_traceback_later(given.seconds, exit=True)
     begun = time.monotonic()
     choices = {each: choices_for(each, wanted, given.trace) for each in tokens}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_nvidia import _machine, _programs
+from tokenspeed_kernel_nvidia import _programs
 
 # A compiled program, its configuration and its launch arguments.
 Launched = tuple[Any, Any, tuple[Any, ...]]
@@ -69,16 +69,10 @@ def emulated(cached: Any, sm_count: int, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh(cached: Any) -> Iterator[None]:
-    """Context manager that clears the cache of ``cached``, a launcher's function, and the cached SM count, before and after the
-    block."""
-
-    def forget() -> None:
-        _machine.sm_count_of.cache_clear()
-        cached.cache_clear()
-
-    forget()
+    """Context manager that clears the cache of ``cached``, a launcher's function, before and after the block."""
+    cached.cache_clear()
     yield
-    forget()
+    cached.cache_clear()
 
 
 def recorded(launcher: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -180,6 +181,14 @@ def test_another_machine_is_named(name: str, platform: str, reason: str, install
     with use_platform(named_platform(platform)), pytest.raises(RuntimeError, match=f"platform: {reason}") as caught:
         getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name))
     assert f"cutedsl_{name}_64" in str(caught.value)
+
+
+def test_sms_and_clusters_are_those_of_the_current_platform() -> None:
+    """Results for CPU tensors follow the platform, also if an earlier call was on another platform."""
+    for sms in (132, 2, 132):
+        with use_platform(dataclasses.replace(named_platform("sm_90"), sm_count=sms)):
+            assert _machine.sm_count_of(-1) == sms
+            assert _machine.clusters_at_once(-1, 2, 128, 0) == sms // 2
 
 
 def test_requirements_with_one_probe_are_equal() -> None:

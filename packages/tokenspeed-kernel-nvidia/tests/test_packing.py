@@ -125,8 +125,15 @@ def test_a_program_is_listed_once_also_after_an_interrupt(tmp_path: Path, monkey
     assert [path.name for path in folder.iterdir()] == ["pack.json"]
 
 
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the processes that build packs for gfx942 select portable kernels, also if the AMD wheel is installed."""
+    monkeypatch.setenv("TOKENSPEED_KERNEL_DISABLE_PLUGINS", "amd")
+
+
 @pytest.mark.slow
-def test_a_pack_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("portable")
+def test_a_pack_of_a_model(tmp_path: Path) -> None:
     """Asserts that a model's configuration is enough for a pack: the pack has the programs of all calls of the model's steps, and
     another process finds them."""
     config = {
@@ -147,6 +154,7 @@ def test_a_pack_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("portable")
 def test_batches_and_page_tables_share_programs(tmp_path: Path) -> None:
     """Asserts that batches of up to 32 sequences, with page tables of any width, need one program."""
     with tk.shape_capture(tmp_path / "calls"):
@@ -155,6 +163,22 @@ def test_batches_and_page_tables_share_programs(tmp_path: Path) -> None:
             tk.mha_with_kvcache(**draw(Draw("cpu")))
     shown = json.loads(pack("build", tmp_path / "calls", "--arch", "gfx942", "-o", tmp_path / "pack", "--json"))
     assert [program["program"] for program in shown["programs"]] == ["tiles_kernel"]
+
+
+def test_check_says_once_what_to_do(tmp_path: Path) -> None:
+    """Several calls need programs that the pack does not have."""
+    with tk.shape_capture(tmp_path / "calls"):
+        norm(64)
+        norm(128)
+    folder = tmp_path / "pack"
+    folder.mkdir()
+    packs.write_manifest(folder, {"arch": "gfx942", "distributions": {}, "toolchains": {}, "calls": [], "programs": []})
+    said = pack("check", folder, tmp_path / "calls", code=1)
+    assert said.count("rmsnorm_kernel is not compiled yet for norm.rmsnorm (triton_rmsnorm), call x float16[2, ") == 2
+    assert "2 of 2 calls would compile" in said
+    assert said.count("tokenspeed-kernel pack build") == 1
+    as_json = CliRunner().invoke(app, ["pack", "check", str(folder), str(tmp_path / "calls"), "--json"]).stdout
+    assert not any("pack build" in each["missing"] for each in json.loads(as_json)["missing"])
 
 
 def test_what_cannot_be_packed(tmp_path: Path) -> None:

@@ -38,7 +38,18 @@ _block_policy: contextvars.ContextVar[str | None] = contextvars.ContextVar("comp
 
 
 class CompilationForbiddenError(RuntimeError):
-    """A call needs a program that is not compiled yet, and the compile policy is ``"forbid"``. Nothing was launched."""
+    """A call needs a program that is not compiled yet, and the compile policy is ``"forbid"``. Nothing was launched.
+
+    Attributes:
+        missing: the program, and the call that needs it. The error's text is this and the advice.
+    """
+
+    def __init__(self, missing: str, advice: str = "") -> None:
+        super().__init__(missing, advice)
+        self.missing, self._advice = missing, advice
+
+    def __str__(self) -> str:
+        return self.missing + self._advice
 
 
 @dataclass(frozen=True)
@@ -164,8 +175,9 @@ def refuse_if_forbidden(program: str) -> Caller:
     caller = calling_kernel() or Caller("", "", "")
     if current_compile_policy() == "forbid":
         raise CompilationForbiddenError(
-            f"{program} is not compiled yet{_during(*caller)}, and the compile policy is forbid. Build a pack that has this call "
-            "(tokenspeed-kernel pack build), run the call before the policy is set, or set the policy to warn or allow"
+            f"{program} is not compiled yet{_during(*caller)}",
+            ", and the compile policy is forbid. Build a pack that has this call (tokenspeed-kernel pack build), run the call "
+            "before the policy is set, or set the policy to warn or allow",
         )
     return caller
 

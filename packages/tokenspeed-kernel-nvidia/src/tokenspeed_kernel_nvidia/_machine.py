@@ -36,16 +36,18 @@ def dsl_gap() -> str | None:
     return None
 
 
-@functools.cache
 def sm_count_of(device: int) -> int:
     """Returns the number of SMs of a device, given PyTorch's device index. A negative index stands for CPU tensors: an emulator
-    then runs the kernels, and the result is the number of SMs of the current platform."""
-    if device < 0:
-        return current_platform().sm_count
+    then runs the kernels, and the result is the number of SMs of the current platform. The current platform can change, so this
+    result is not cached."""
+    return current_platform().sm_count if device < 0 else _sm_count_of_gpu(device)
+
+
+@functools.cache
+def _sm_count_of_gpu(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@functools.cache
 def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) -> int:
     """Returns the number of clusters that a device runs at the same time, with one CTA per SM.
 
@@ -60,8 +62,11 @@ def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) ->
         shared_bytes: dynamic shared memory per CTA.
     """
     most = max(1, sm_count_of(device) // size)
-    if device < 0:
-        return most
+    return most if device < 0 else _clusters_of_gpu(device, most, size, threads, shared_bytes)
+
+
+@functools.cache
+def _clusters_of_gpu(device: int, most: int, size: int, threads: int, shared_bytes: int) -> int:
     with torch.cuda.device(device):
         found = _clusters_at_once(most, size, threads, shared_bytes)
     return min(found, most) or most

@@ -3,14 +3,18 @@ unusual strides."""
 
 from __future__ import annotations
 
+import operator
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import tokenspeed_kernel as tk
+from tokenspeed_kernel.triton.quantization.quantize_mx_device import scale_of_blocks
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX
 from tokenspeed_kernel_base.platform import current_platform
@@ -170,6 +174,30 @@ def test_fp4_and_mxfp8_of_hard_blocks(source: torch.dtype) -> None:
     _both(tk.quantize_mxfp4, x)
     for global_scale in (1.0, 1e-8, 1e-30, 1e-44, 3e30, 0.0, -0.01, float("inf"), float("nan"), 1 / 3):
         _both(tk.quantize_nvfp4, x, torch.tensor([global_scale], device=device))
+
+
+@triton.jit
+def _scale_blocks(amax, out, FORMAT: tl.constexpr, UP: tl.constexpr, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    scale, _, _ = scale_of_blocks(tl.load(amax + at), FORMAT, UP)
+    tl.store(out + at, scale)
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["down", "up"])
+@pytest.mark.parametrize(("form", "largest"), [("e4m3fn", 448), ("e5m2", 57344), ("e2m1", 6)])
+def test_scales_of_mx_blocks(form: str, largest: int, up: bool) -> None:
+    """A scale rounded up is the smallest power of two with which amax is at most the format's largest value. A scale rounded down
+    is the smallest with which amax is below the next power of two."""
+    limit = Fraction(largest) if up else Fraction(1 << largest.bit_length())
+    amax = _neighbours(torch.tensor([largest * 2.0**n for n in (-134, -127, -126, -20, 0, 1, 90)] + [1.0, 2.0, 3.0, 3e38])).abs()
+    amax = torch.nn.functional.pad(amax, (0, 128 - len(amax)), value=1.25)
+    got = torch.empty(len(amax), dtype=torch.int32, device=default_device())
+    _scale_blocks[(1,)](amax.to(got.device), got, FORMAT=form, UP=up, COUNT=len(amax))
+    for value, scale in zip(amax.tolist(), got.tolist(), strict=True):
+        step = Fraction(2) ** (scale - 127)
+        fits = operator.le if up else operator.lt
+        assert fits(Fraction(value), limit * step), (value, scale)
+        assert scale == 0 or not fits(Fraction(value), limit * step / 2), (value, scale)
 
 
 def test_dequantisation_of_every_code_and_scale() -> None:

@@ -29,6 +29,7 @@ from tokenspeed_kernel.workbench.worlds import WorldError, run_world
 from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, ONE_SHOT_MOST, TWO_SHOT, UNIT, PeerMemory, one_shot_most
+from tokenspeed_kernel_base.ops.comm.pretended import as_rank_of
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.registry import KernelRegistry
@@ -318,6 +319,21 @@ def test_protocols_by_size() -> None:
         == "none: 3072 bytes are more than the 2560 that there are for one_shot"
     )
     assert PeerMemory(0, 2, torch.device("cpu"), 0, 5 * UNIT).protocol(6 * 16, 16) == TWO_SHOT
+
+
+@pytest.mark.parametrize(("world_size", "rows", "protocol"), [(2, 8192, ONE_SHOT), (4, 32, ONE_SHOT), (4, 64, TWO_SHOT)])
+def test_fused_operators_use_the_protocol_of_all_reduce(world_size: int, rows: int, protocol: str) -> None:
+    with as_rank_of(world_size):
+        group = tk.ProcessGroup.with_peer_memory()
+        x, weight = torch.empty(rows, 2880, dtype=torch.bfloat16), torch.empty(2880, dtype=torch.bfloat16)
+        calls: dict[str, dict[str, Any]] = {
+            "all_reduce": {},
+            "all_reduce_rmsnorm": {"weight": weight, "residual": x},
+            "all_reduce_rmsnorm_quantize": {"weight": weight, "residual": x, "quantization": tk.Quantization.fp8()},
+        }
+        for name, more in calls.items():
+            op = tk.get_operator(name)
+            assert op.request(op.complete({"x": x, "group": group, **more})).traits["protocol"] == protocol, name
 
 
 def test_memory_of_ranks_does_not_overlap() -> None:

@@ -1,14 +1,18 @@
 """Attention of one token per sequence over the paged cache, in the persistent kernel.
 
-The keys of a token and a key head are divided among ``splits`` CTAs. Each of a CTA's warps computes every twelfth tile of 16 keys,
-with an online softmax. Scores are ``queries @ keys``: the query heads of the key head are the MMA's rows, and keys its columns. So
-the scores of a lane are the operand of the second MMA, whose columns are elements of values. Tiles are aligned to 16 keys, so a
-tile lies in one page. Keys and values go directly from global memory into registers. The first tile's loads begin before the
-queries are known; its values go through shared memory, because registers do not suffice. With 32,768 keys, an H200 reads keys and
-values at 3.5 TB/s. This becomes no faster if warps also prefetch one to four further tiles into L2, or look up pages one tile ahead.
+The keys of a token and a key head are divided among ``splits`` CTAs (split-KV). Each of a CTA's 12 MMA warps computes every twelfth
+tile of 16 keys, with an online softmax. The first MMA computes scores, q·k: its rows (m) are the query heads of the key head, and
+its columns (n) are keys. Its accumulator layout is the layout of the left operand of the second MMA, weights by values. So a lane
+uses its own scores, without a shuffle. Tiles are aligned to 16 keys, so a tile lies in one page.
 
-The CTA adds its warps' results, and stores a partial result for each head as tagged numbers: sums of values, the maximum of the
-scores, and the sum of the exponentials. Each of the ``splits`` CTAs then combines a part of the head's elements, with the sink.
+Keys and values go directly from global memory into registers. The loads of a warp's first tile are issued before the wait for the
+queries. The values of this tile are first copied to shared memory, because registers do not suffice. With 32,768 keys of a
+sequence, an H200 reads them at 3.5 TB/s. It was not faster when warps also prefetched one to four further tiles into L2, or looked
+up pages one tile ahead.
+
+The CTA merges its warps' results. It stores a partial result for each query head as tagged numbers: the unnormalised output, the
+row max of the scores, and the row sum of the exponentials. Then each of the ``splits`` CTAs merges all partial results for some of
+the elements, and adds the sink.
 """
 
 # mypy: ignore-errors
@@ -18,7 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.launch import LOG2_E
 from tokenspeed_kernel_nvidia.cutedsl.memory_device import copy_piece, load_words, store_number, store_words_shared
@@ -29,7 +33,6 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import (
     opt_barrier,
     pack,
     permute_bytes,
-    prefetch_line,
     quad_max,
     quad_sum,
     store_floats,
@@ -65,15 +68,15 @@ from tokenspeed_kernel_nvidia.sm90.layers.tile_device import (
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import FINISH_WARP, FINISHERS, MMA_WARPS
 
 _HALF = HEAD_DIM // 2  # elements d and d + 32 of a head are rotated together
-_STRIDE = MMA_WARPS * KEYS  # keys from a warp's tile to its next one
-_NONE = -1e38  # the maximum of a head's scores if there are none
-_K_AT = GROUP_HEADS * Q_PITCH  # offsets in the memory of attention: the new key, the new value, and the warps' results
+_NONE = -1e38  # the score of a masked key, and the row max of a head without keys; finite, so that a difference is never NaN
+# Offsets in the memory of attention: of the new key, the new value, and the warps' results. The queries are at offset 0.
+_K_AT = GROUP_HEADS * Q_PITCH
 _V_AT = _K_AT + 2 * HEAD_DIM
 _WARPS_AT = _V_AT + 2 * HEAD_DIM
-_MAXIMA = 4 * GROUP_HEADS * HEAD_DIM  # offset in a warp's results: the heads' maxima, then their sums
+_MAXIMA = 4 * GROUP_HEADS * HEAD_DIM  # offset in a warp's results: each head's row max, then each head's row sum
 _COPY_BYTES = 512  # bytes of values that a warp copies at once
 _ADDED_AT_ONCE = 4  # warps whose results are loaded at once; a divisor of the number of warps
-_COMBINERS = 4  # warps that combine the splits' results
+_COMBINERS = 4  # warps that merge the splits' partial results
 
 
 class Attend(Qkv):
@@ -101,14 +104,15 @@ class Attend(Qkv):
         self.synchronise()
 
     def items_of(self, call: LayerCall) -> Int32:
-        """Returns the number of CTAs with a share of attention, computed at each use, so that it occupies no register."""
+        """Returns the number of CTAs that have a work item of attention: one for each token, key head and split. The number is
+        computed at each use, so that it occupies no register."""
         attention = call.given.attention
         return opt_barrier(call.tokens) * attention.kv_heads << attention.split_bits
 
     @cute.jit
     def attend(self, call: LayerCall, warp: Int32):
-        """Computes this CTA's share of attention. A CTA has at most one split of one token and key head. If there are few keys, a
-        single CTA computes them, and the others have nothing to do."""
+        """Computes this CTA's work item of attention, if it has one: one split of one token and key head. If the token sees few
+        keys, the first split has all of them, and the other splits have none."""
         item, _, _ = cute.arch.block_idx()
         items = self.items_of(call)
         if item < items:
@@ -116,18 +120,21 @@ class Attend(Qkv):
             first, begin, end, whole = self.share_of(call, length, split)
             if (not whole) | (split == 0):
                 self.attend_to_keys(call, warp, token, head, split, length, first, begin, end, whole)
-            self.publish(call, PARTIALS)  # by every CTA, because the counter is shared by all tokens
+            # All tokens share the counter, so CTAs without a partial result increase it too.
+            self.publish(call, PARTIALS)
             if not whole:
                 self.await_all(call, warp, PARTIALS, items)
                 if warp < _COMBINERS:
-                    # Read again, because kept values would be spilled.
+                    # Read these values again: held in registers, they would be spilled.
                     self.combine_splits(call, warp, call.kept[TOKEN], call.kept[HEAD], call.kept[SPLIT])
             self.publish(call, ATTENDED)
-            # The other warps must not poll the attention's output while these warps combine: their loads would delay all others.
+            # Keep the other warps here while the first warps merge. Otherwise they would poll the attention's output, and their
+            # polls would delay all other loads.
             self.synchronise()
 
     def share_of(self, call: LayerCall, length: Int32, split: Int32) -> tuple:
-        """Returns the first key that the token sees, the range of keys of a split, and whether a single CTA has all keys."""
+        """Returns the first key that the token sees, the begin and the end of a split's keys, and ``whole``: whether the first
+        split has all keys, which is so if each warp has at most one tile."""
         attention = call.given.attention
         first = cutlass.max(length - Int32(call.address(WINDOW)), 0)
         base = first - first % KEYS
@@ -139,8 +146,8 @@ class Attend(Qkv):
 
     @cute.jit
     def prefetch_cache(self, call: LayerCall, warp: Int32):
-        """Prefetches the keys and values of the warps' first tiles into L2, before the loads of this layer's weights occupy memory.
-        All epilogue warps call this method."""
+        """Prefetches the keys and values of the warps' first tiles into L2, early in the layer. Later, these loads would queue
+        behind the loads of this layer's weights. All epilogue warps call this method."""
         attention = call.given.attention
         item, _, _ = cute.arch.block_idx()
         if item < self.items_of(call):
@@ -159,8 +166,8 @@ class Attend(Qkv):
         self, call: LayerCall, warp: Int32, token: Int32, head: Int32, split: Int32, length: Int32, first: Int32, begin: Int32,
         end: Int32, whole: Boolean,
     ):  # fmt: skip
-        """Stores the partial result of a split: of the keys from ``begin`` to ``end`` that are not before ``first``. ``whole``: the
-        split has all keys, so the result is the attention's output."""
+        """Computes and stores the partial result of a split, whose keys are those from ``begin`` to ``end`` that are not before
+        ``first``. ``whole``: the split has all keys, so the result is the attention's output."""
         attention = call.given.attention
         lane = self.thread() % 32
         k = cute.make_rmem_tensor((16,), Uint32)
@@ -168,7 +175,7 @@ class Attend(Qkv):
         k.fill(0)
         v.fill(0)
         tile = begin + warp * KEYS
-        # Warp w adds the results of query head w.
+        # In `store_results`, warp w merges the results of query head w. Its sink is loaded early, to hide the latency.
         query = head * attention.group + cutlass.min(warp, attention.group - 1)
         sink = load_floats("global", call.address(SINKS) + Int64(query) * 4, 1)
         kind = cutlass.select_(first > 0, Int32(1), Int32(0))
@@ -176,22 +183,20 @@ class Attend(Qkv):
             page_at = self.known_page_of(call, warp, token, tile, kind)
             self.load_keys(call, k, page_at, head, tile, first, length - 1, lane)
             self.copy_values(call, warp, page_at, head, tile, first, length - 1, lane)
-            if const_expr(self.config.prefetched_tiles > 0):
-                for each in cutlass.range(1, self.config.prefetched_tiles + 1, unroll=1):
-                    self.prefetch_tile(call, token, head, tile + each * _STRIDE, end)
-        # Only the CTA whose keys include the new one stores it.
+        # Only the split that has the new key stores it in the cache.
         self.load_queries(call, token, head, (begin < length) & (end == length))
         self.synchronise()
         if tile < end:
             self.take_values(call, warp, v, lane)
-        sums = cute.make_rmem_tensor((16,), Float32)  # of a head: elements 16 (lane % 4) to 16 (lane % 4) + 15
+        # The accumulators of the unnormalised output. Lane 4 g + t has elements 16 t to 16 t + 15 of query head g.
+        sums = cute.make_rmem_tensor((16,), Float32)
         sums.fill(0.0)
         largest, total = Float32(_NONE), Float32(0.0)
         while tile < end:
             self.patch_keys(call, k, tile, length - 1, lane)
             self.patch_values(call, v, tile, length - 1, lane)
             scores = self.scores_of(call, k, lane)
-            further = tile + _STRIDE
+            further = tile + MMA_WARPS * KEYS
             page_at = Int64(0)
             if further < end:
                 page_at = self.page_of(call, token, further)
@@ -206,22 +211,20 @@ class Attend(Qkv):
             factor = exp2(largest - peak)
             weights = []
             for each in cutlass.range_constexpr(4):
-                # A score of _NONE has no weight, even if the peak is _NONE.
+                # A masked key has the weight 0, also if all keys are masked and the row max is _NONE.
                 weight = exp2(scores[each] - peak)
                 weights.append(cutlass.select_(scores[each] > _NONE, weight, Float32(0.0)))
             total = total * factor + ((weights[0] + weights[1]) + (weights[2] + weights[3]))
             largest = peak
             self.add_values(sums, factor, weights, v)
             if further < end:
-                if const_expr(self.config.prefetched_tiles > 0):
-                    self.prefetch_tile(call, token, head, further + self.config.prefetched_tiles * _STRIDE, end)
                 self.load_values(call, v, page_at, head, further, first, length - 1, lane)
             tile = further
         self.store_warp(call, warp, lane, sums, largest, quad_sum(total))
         self.synchronise()
         tiles = cutlass.max(end - begin + KEYS - 1, 0) // KEYS
         self.store_results(call, call.kept[TOKEN], call.kept[HEAD], call.kept[SPLIT], tiles, whole, sink)
-        # The attention's output will overwrite what the warps have stored.
+        # `load_attended` will store the attention's output where the warps' results are.
         self.synchronise()
 
     # -- the cache ---------------------------------------------------------------------------------------------------------------
@@ -235,7 +238,8 @@ class Attend(Qkv):
 
     @cute.jit
     def known_page_of(self, call: LayerCall, warp: Int32, token: Int32, tile: Int32, kind: Int32) -> Int64:
-        """Returns `page_of` of a warp's first tile, which is the same in all layers of a kind: 1 with a window, 0 without."""
+        """Returns `page_of` of a warp's first tile. The tile is the same in all layers of a kind (1: with a window, 0: without), so
+        later layers do not wait for the load of the page table."""
         place = kind * MMA_WARPS + warp
         offset = Int64(0)
         if call.known_tiles[place] == tile:
@@ -252,10 +256,14 @@ class Attend(Qkv):
     def load_keys(
         self, call: LayerCall, k: cute.Tensor, page_at: Int64, head: Int32, tile: Int32, first: Int32, newest: Int32, lane: Int32
     ):
-        """Loads a tile of keys: of keys g and g + 8, 16 bytes of each half of the head, for lane 4 g + t. Keys before ``first`` are
-        zeros, and so are keys from the newest on."""
+        """Loads a tile of keys. Lane 4 g + t gets 16 bytes of each half of the head, of keys g and g + 8. The order of the head's
+        elements within an MMA does not matter, because queries are loaded in the same order.
+
+        Keys before ``first`` are zeros. So are the newest key, which comes from shared memory (see `patch_keys`), and keys after
+        it.
+        """
         attention = call.given.attention
-        lane = opt_barrier(lane)  # else the rows' offsets would occupy registers in the loop over tiles
+        lane = opt_barrier(lane)  # otherwise the rows' offsets would occupy registers in the loop over tiles
         base = call.address(K_CACHE) + (page_at + Int64(head) * attention.head_pitch) * 2 + lane % 4 * 16
         for each in cutlass.range_constexpr(4):
             row = each // 2 * 8 + lane // 4
@@ -265,22 +273,11 @@ class Attend(Qkv):
                 k[4 * each + number] = words[number]
 
     @cute.jit
-    def prefetch_tile(self, call: LayerCall, token: Int32, head: Int32, tile: Int32, end: Int32):
-        """Prefetches a tile of keys and values into L2, if it begins before ``end``: a row of 128 bytes for each lane."""
-        if tile < end:
-            attention = call.given.attention
-            lane = opt_barrier(cute.arch.lane_idx())  # else its address would occupy registers in the loop over tiles
-            cache = call.address(K_CACHE)
-            if lane >= KEYS:
-                cache = call.address(V_CACHE)
-            elements = self.page_of(call, token, opt_barrier(tile)) + Int64(head) * attention.head_pitch
-            prefetch_line(cache + (elements + Int64(lane % KEYS) * attention.token_pitch) * 2)
-
-    @cute.jit
     def load_values(
         self, call: LayerCall, v: cute.Tensor, page_at: Int64, head: Int32, tile: Int32, first: Int32, newest: Int32, lane: Int32
     ):
-        """Loads a tile of values: elements 8 g to 8 g + 7 of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, for lane 4 g + t."""
+        """Loads a tile of values. Lane 4 g + t gets elements 8 g to 8 g + 7 of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: the keys
+        whose scores the lane has."""
         attention = call.given.attention
         lane = opt_barrier(lane)
         base = call.address(V_CACHE) + (page_at + Int64(head) * attention.head_pitch) * 2 + lane // 4 * 16
@@ -295,7 +292,8 @@ class Attend(Qkv):
     def copy_values(
         self, call: LayerCall, warp: Int32, page_at: Int64, head: Int32, tile: Int32, first: Int32, newest: Int32, lane: Int32
     ):
-        """Starts to copy the values that `load_values` would load to the memory of the warp's results, which is free until then."""
+        """Issues cp.async copies of the values that `load_values` would load. They go to the shared memory of the warp's results,
+        which is free until `store_warp`."""
         attention = call.given.attention
         base = call.address(V_CACHE) + (page_at + Int64(head) * attention.head_pitch) * 2 + lane // 4 * 16
         to = call.rows + _WARPS_AT + warp * WARP_BYTES + lane * 16
@@ -314,11 +312,12 @@ class Attend(Qkv):
         for each in cutlass.range_constexpr(4):
             for number, word in enumerate(load_words("shared", source + each * _COPY_BYTES, 4)):
                 v[4 * each + number] = word
-        cute.arch.sync_warp()  # before other lanes store results there
+        cute.arch.sync_warp()  # in `store_warp`, other lanes overwrite this memory
 
     @cute.jit
     def patch_keys(self, call: LayerCall, k: cute.Tensor, tile: Int32, newest: Int32, lane: Int32):
-        """Loads the newest key from shared memory, if it is in the tile."""
+        """Replaces the newest key, if it is in the tile, by the key in shared memory. It was not in the cache when the tile's loads
+        were issued."""
         for row in cutlass.range_constexpr(2):
             if tile + row * 8 + lane // 4 == newest:
                 for half in cutlass.range_constexpr(2):
@@ -328,7 +327,7 @@ class Attend(Qkv):
 
     @cute.jit
     def patch_values(self, call: LayerCall, v: cute.Tensor, tile: Int32, newest: Int32, lane: Int32):
-        """Loads the newest value from shared memory, if it is in the tile."""
+        """Replaces the newest value, if it is in the tile, by the value in shared memory; see `patch_keys`."""
         for each in cutlass.range_constexpr(4):
             if tile + each // 2 * 8 + lane % 4 * 2 + each % 2 == newest:
                 words = load_words("shared", call.rows + _V_AT + lane // 4 * 16, 4)
@@ -388,8 +387,8 @@ class Attend(Qkv):
     # -- one tile ----------------------------------------------------------------------------------------------------------------
 
     def scores_of(self, call: LayerCall, k: cute.Tensor, lane: Int32) -> list:
-        """Returns a lane's scores of a head: of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9. The queries are loaded for each tile, because
-        they would be spilled between tiles."""
+        """Returns the scores of a tile: for lane 4 g + t, those of query head g and keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. The
+        queries are loaded again for each tile, because in registers they would be spilled between tiles."""
         at = call.rows + lane // 4 * Q_PITCH + lane % 4 * 16
         q = [*load_words("shared", at, 4), *load_words("shared", at + 64, 4)]
         scores = []
@@ -403,7 +402,7 @@ class Attend(Qkv):
 
     @cute.jit
     def add_values(self, sums: cute.Tensor, factor: Float32, weights: list, v: cute.Tensor):
-        """Multiplies the sums of values by a factor, and adds the weighted values of a tile."""
+        """Rescales the accumulators, because the row max may have grown, and adds a tile's values times their weights."""
         left = (pack(self.dtype, weights[0], weights[1]), Uint32(0), pack(self.dtype, weights[2], weights[3]), Uint32(0))
         for element in cutlass.range_constexpr(8):
             order = 0x7632 if element % 2 else 0x5410
@@ -416,7 +415,7 @@ class Attend(Qkv):
 
     @cute.jit
     def store_warp(self, call: LayerCall, warp: Int32, lane: Int32, sums: cute.Tensor, largest: Float32, total: Float32):
-        """Stores a warp's sums of values, maxima and sums of exponentials in shared memory."""
+        """Stores a warp's results in shared memory: for each query head the unnormalised output, the row max and the row sum."""
         to = call.rows + _WARPS_AT + warp * WARP_BYTES
         for each in cutlass.range_constexpr(4):
             values = [sums[4 * each + number] for number in range(4)]
@@ -427,8 +426,8 @@ class Attend(Qkv):
 
     @cute.jit
     def store_results(self, call: LayerCall, token: Int32, head: Int32, split: Int32, tiles: Int32, whole: Boolean, sink: Float32):
-        """Adds the results of the warps that had a tile, two elements of a head per thread. Stores the CTA's partial result, or the
-        attention's output if there are no other splits."""
+        """Merges the results of the warps that had a tile. Each warp merges one query head, two elements per thread. Stores the
+        CTA's partial result, or the attention's output if ``whole``."""
         attention = call.given.attention
         thread = self.thread()
         row, column = thread // 32, thread % 32 * 2
@@ -437,7 +436,7 @@ class Attend(Qkv):
             query = head * attention.group + row
             sink = cutlass.select_(whole, sink * LOG2_E, Float32(_NONE))
             source = call.rows + _WARPS_AT
-            # Each lane has the maximum and the sum of one warp.
+            # Lane w loads the row max and the row sum of warp w.
             lane = thread % 32
             has_keys = lane < warps
             own_at = source + cutlass.min(lane, MMA_WARPS - 1) * WARP_BYTES + _MAXIMA + row * 4
@@ -454,7 +453,7 @@ class Attend(Qkv):
                     each = begin + some
                     both = load_floats("shared", source + each * WARP_BYTES + (row * HEAD_DIM + column) * 4, 2)
                     factor_of = cute.arch.shuffle_sync(factor, each)
-                    # What a warp without keys would have stored may be NaN.
+                    # A warp without keys has stored nothing, and uninitialised memory may hold NaN.
                     low += cutlass.select_(each < warps, both[0] * factor_of, Float32(0.0))
                     high += cutlass.select_(each < warps, both[1] * factor_of, Float32(0.0))
             if whole:
@@ -476,15 +475,16 @@ class Attend(Qkv):
         return attention.partials + Int64(((token * attention.heads + head) << attention.split_bits) + split) * (PARTIAL_WORDS * 8)
 
     def element_of(self, call: LayerCall, warp: Int32, split: Int32) -> Int32:
-        """Returns the first of the four elements, of all query heads of the key head, that a lane combines."""
+        """Returns the first of the four consecutive elements that a lane merges. Elements are counted over all query heads of the
+        key head."""
         bits = call.given.attention.split_bits
         own = Int32(GROUP_HEADS * HEAD_DIM) >> bits  # elements of a CTA
         return split * own + warp * (own // _COMBINERS) + (self.thread() % 32 >> bits) * 4
 
     @cute.jit
     def combine_splits(self, call: LayerCall, warp: Int32, token: Int32, head: Int32, split: Int32):
-        """Combines four elements of a head from the partial results of all splits, one split per lane, and stores words of the
-        attention's output. With fewer than 32 splits, a warp has several groups of lanes with four elements each."""
+        """Merges the partial results of all splits, and stores words of the attention's output. A group of ``splits`` lanes merges
+        four elements of a query head: each lane loads those of one split, and shuffles add them. A warp has 32 / splits groups."""
         attention = call.given.attention
         lane = self.thread() % 32
         splits = attention.splits

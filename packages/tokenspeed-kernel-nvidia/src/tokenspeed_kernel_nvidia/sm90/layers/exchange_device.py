@@ -1,26 +1,29 @@
-"""Exchange of rows among all CTAs through tagged words and numbers, and waits that give up.
+"""Exchange of activations among all CTAs through tagged words and numbers in global memory, and waits that give up.
 
-A tagged word holds a bfloat16 in its upper half and the layer's tag in the lower half. A tagged number is a 64-bit word with a
-float32 and the tag. A reader polls the words themselves. A word is stored by one instruction, so value and tag need no fence. Every
-word is written in every layer. So the former tag of a word is always the preceding layer's, and 16 bits suffice.
+A tagged word has 32 bits: a bfloat16 in the upper half, and the layer's tag in the lower half. A tagged number has 64 bits: a
+float32 and the tag. One instruction stores both the value and the tag. So a reader that polls the word until it has the layer's tag
+also has the value, and the writer needs no fence and no flag. The tag counts layers, over launches too. Every word is written in
+every layer. So the former tag of a word is always the preceding layer's, and 16 bits suffice.
 
-Polls of many threads delay the writers. So most readers first wait for a counter, which writers increase without a fence: fences
-wait for all stores, and took 3 us of a layer. The counter says when it is worth polling. Only the tags say that words are there.
+Polls of many threads delay the writers' stores. So most readers first wait for a counter, and then load the words. Writers increase
+the counter without a fence, because a fence waits for all stores: fences took 3 us of a layer. So the counter does not prove that
+the words have arrived; it says when to begin polling them. Only the tags prove it.
 
-A layer that several GPUs share has two sums over ranks: projection plus input, and the layer's output. Each rank stores its
-addends in the memory of every rank, and each CTA that reads a row adds the addends itself. So a sum takes no further exchange. All
-ranks add in the order of ranks, and get the same bits. A word of an addend holds more than a bfloat16: the upper 24 bits of a
-float32, and 8 bits of the tag.
+If several GPUs share the layers, a layer has two sums over ranks: projection plus input, and the layer's output. Each rank stores
+its addends in the memory of every rank, and each CTA that reads a row adds the addends itself. So a sum needs only this one
+exchange. All ranks add in the order of ranks, and get the same bits. A word of an addend keeps more precision than bfloat16: it has
+the upper 24 bits of a float32, and 8 bits of the tag.
 
-A CTA overwrites an addend of one sum only after it has read the addends of the other sum from all CTAs of all ranks. Each CTA
-stores those after it has read the addends that are overwritten. So no word is overwritten too early, and 8 bits suffice.
+No addend is overwritten before all CTAs have read it. The two sums alternate. Before a CTA stores its addends of a sum again, it
+has read the addends of the other sum from all CTAs of all ranks. Each of those CTAs stored them after it had read the former
+addends of the first sum. So a former tag is the preceding layer's here too, and 8 bits suffice.
 
 Counters count this GPU's CTAs only: counters of the other ranks' stores made a layer of one token 0.7 us slower. A thread first
-loads the words of all ranks, and then again the words of those ranks whose words it lacks. For one token this is 0.5 us faster
-than loading all again.
+loads the words of all ranks, then only those ranks' words that have not arrived. For one token this is 0.5 us faster than loading
+all ranks' words again.
 
 A wait that polls too often sets the error flag and continues with the words that it has read. After that no wait of the CTA polls
-more than once. So a launch always ends, whatever went wrong. The launch's results are then NaN.
+more than once. So a launch always ends, for example if another GPU fails. The launch's results are then NaN.
 """
 
 # mypy: ignore-errors
@@ -94,7 +97,7 @@ class Exchange(Stream):
 
     @cute.jit
     def polls_of(self, call: LayerCall) -> Int32:
-        """Returns how often a warp may poll."""
+        """Returns how often a warp may poll: once, if a wait of this CTA has given up before."""
         return cutlass.select_(call.kept[GIVEN_UP] == 0, call.given.polls, Int32(1))
 
     @cute.jit
@@ -105,15 +108,15 @@ class Exchange(Stream):
 
     @cute.jit
     def meet(self, call: LayerCall, warp: Int32, flag: Int64, value: Int32):
-        """Makes all MMA warps wait for a counter, like `meet` of `stream`, but with a limited number of polls, and without ordering
-        other accesses: whoever reads words then still waits for the words."""
+        """Makes all MMA warps wait for a counter, like `Stream.meet`, but with a limited number of polls and relaxed loads. So the
+        method does not order other accesses; readers of words check the words' tags anyway."""
         if warp == 0:
             self.await_count(call, flag, value)
         self.synchronise()
 
     @cute.jit
     def await_count(self, call: LayerCall, counter: Int64, value: Int32):
-        """Makes a warp wait for a counter, like `meet`."""
+        """Makes one warp wait for a counter; see `meet`."""
         if cute.arch.lane_idx() == 0:
             left = self.polls_of(call)
             found = Int32(load_words("relaxed.gpu.global", counter, 1))
@@ -149,7 +152,7 @@ class Exchange(Stream):
 
     @cute.jit
     def load_words_of_all(self, call: LayerCall, addresses: list, words: cute.Tensor, tag: Int32):
-        """Loads four words at each address, again and again until all have the tag."""
+        """Loads four words at each address, and repeats all loads until all words have the tag."""
         left = self.polls_of(call)
         missing = Int32(1)
         while (missing != 0) & (left > 0):
@@ -165,7 +168,7 @@ class Exchange(Stream):
 
     @cute.jit
     def load_numbers_of_all(self, call: LayerCall, addresses: list, numbers: cute.Tensor):
-        """Loads two tagged numbers at each address, again and again until all have the layer's tag."""
+        """Loads two tagged numbers at each address, and repeats all loads until all numbers have the layer's tag."""
         left = self.polls_of(call)
         missing = Int32(1)
         while (missing != 0) & (left > 0):
@@ -241,7 +244,8 @@ class Exchange(Stream):
                 store_addend(to + 4 * number, value, tag)
 
     def token_and_row(self, thread: Int32, rows: Int32) -> Any:
-        """Divides threads among tokens, and the rows of a token. Divisions take about 0.05 us."""
+        """Returns the token and the row (among this CTA's rows of weights) of the result that a thread stores. For one token, this
+        avoids an integer division, which takes about 0.05 us."""
         if const_expr(self.config.tokens == 1):
             return Int32(0), thread
         token = thread // cutlass.max(rows, 1)

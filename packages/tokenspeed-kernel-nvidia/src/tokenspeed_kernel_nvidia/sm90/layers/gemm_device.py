@@ -1,14 +1,17 @@
 """GEMMs with dense weights in the persistent kernel, and the normalised rows that they multiply.
 
-A stage holds a range of k of eight rows of the weights. These rows are the MMA's columns, and tokens are its rows. A warpgroup
-processes every third stage, and each of its warps every fourth chunk of 64 bytes of the stage's rows. The order of k within an MMA
-does not matter. So a lane loads 16 bytes of a row and the same 16 bytes of a token, which are the operands of two MMAs.
+A stage holds a range of k of eight rows of the weights. The MMA is mma.sync.m16n8k16: tokens are its rows (m), and the eight rows
+of weights its columns (n). The warps of a CTA split k: a warpgroup processes every third stage, and each of its warps every fourth
+chunk of 64 bytes of the stage's rows. At the end, `sum_of_warps` adds the warps' partial sums.
+
+MMAs sum over k, so any order of k is right if both operands have the same. So a lane loads 16 consecutive bytes of a row of weights
+and the same 16 bytes of a token, and uses them as the operands of two MMAs. No shuffle or ldmatrix is needed.
 
 With fp8 weights, 16 bytes of a row and 32 bytes of a token are the operands of four MMAs. These MMAs use float16, because one
 instruction converts two e4m3 values to float16; a conversion to bfloat16 takes four. So tokens are converted to float16: each 64
-elements of a token (a chunk) are scaled by a power of two into float16's range. That is exact for all elements that are at least
-2^-31 of the chunk's largest. A chunk's sums are divided by its factor. At the end, sums are multiplied by the rows' scales, as in
-`mm`.
+elements of a token (a chunk) are scaled by a power of two into float16's range. The scaling is exact for all elements that are at
+least 2^-31 of the chunk's amax. A chunk's accumulators are multiplied by the inverse power of two. At the end, results are
+multiplied by the scales of the rows of weights, as in `mm`.
 """
 
 # mypy: ignore-errors
@@ -45,7 +48,8 @@ CHUNK = 8  # elements of a token that a thread normalises
 BFLOAT16 = 2  # `Vector.kind` of bfloat16
 _CHUNK_BITS = CHUNK_BYTES.bit_length() - 1
 _STEP = PANEL_STRIPS * CHUNK_BYTES  # bytes of a row that the four warps of a warpgroup load at once
-# Where a token has the exponents by which the sums of its chunks are multiplied, one byte for each: behind its elements.
+# Offset of a token's exponents, behind its elements: one byte for each chunk, the exponent of the factor of the chunk's
+# accumulators.
 _EXPONENTS = 2 * WIDTH
 _LOADS = PART_BYTES // _STEP  # number of 16-byte loads of a lane in a full stage; the first warps have one more
 
@@ -60,7 +64,7 @@ class Gemm(Split):
         thread = self.thread()
         hidden = call.layer.hidden
         live = thread * CHUNK < hidden
-        # Threads beyond the tokens' end load the last chunk, but do not store it.
+        # Threads beyond the end of a row load its last chunk, but do not store it: all lanes must reach `warp_sum`.
         column = cutlass.min(thread * CHUNK, hidden - CHUNK)
         some, ranks = self.config.at_once, self.config.ranks
         words = cute.make_rmem_tensor((some * ranks * CHUNK,), Uint32)
@@ -93,13 +97,14 @@ class Gemm(Split):
 
     @cute.jit
     def store_operand(self, at: Int32, column: Int32, words: list, live: Boolean):
-        """Stores eight elements of a token as an operand of `multiply_tiles`. All lanes of a warp call this method.
+        """Stores eight elements of a token as an operand of `multiply_tiles`; for fp8 weights, scaled and converted to float16. All
+        lanes of a warp call this method.
 
         Args:
             at: the address of the token.
             column: the index of the first element.
             words: the elements, bfloat16.
-            live: whether they are stored. It is the same for the eight lanes that have the elements of a chunk.
+            live: whether they are stored. It has the same value in the eight lanes that hold a chunk (64 elements).
         """
         if const_expr(self.config.dense == "bfloat16"):
             if live:
@@ -133,8 +138,8 @@ class Gemm(Split):
     def multiply_tiles(
         self, call: LayerCall, warp: Int32, at: Any, row_count: Int32, row_bytes: Int32, of_qkv: cutlass.Constexpr[bool]
     ):
-        """Multiplies the tokens at ``call.attended_at`` by this CTA's rows of weights, which the producer streams. Stores this
-        warp's partial sums of all tiles in shared memory.
+        """The mainloop: multiplies the tokens at ``call.attended_at`` by this CTA's rows of weights, which the producer streams.
+        Stores this warp's partial sums of all tiles in shared memory.
 
         Args:
             row_count: the number of this CTA's rows of weights.
@@ -150,7 +155,7 @@ class Gemm(Split):
         parts = (row_bytes + part_bytes - 1) // part_bytes
         tiles = (row_count + TILE - 1) // TILE
         inside = strip * CHUNK_BYTES + lane % 4 * 16
-        # Lanes without a token load nothing: for few tokens, shared memory is read mostly for the weights.
+        # Lanes without a token load nothing. With few tokens, this saves most of the shared-memory reads of tokens.
         live = lane // 4 < call.tokens
         token_at = call.attended_at + cutlass.min(lane // 4, call.tokens - 1) * WIDTH_PITCH
         tokens_at = token_at + inside
@@ -182,7 +187,8 @@ class Gemm(Split):
                 else:
                     both = [both[number] + (sums[1, number] + sums[3, number]) for number in range(2)]
                 store_floats("shared", call.partials_at + place * 4, both)
-        # The producer pads the tiles' stages to a multiple of the number of warpgroups.
+        # The producer pads the stages to a multiple of the number of warpgroups. Release the empty stage, if this warpgroup has
+        # one.
         beyond = tiles * parts % GROUPS
         if (beyond > 0) & (group >= beyond):
             call.pipe.wait(at)
@@ -192,14 +198,15 @@ class Gemm(Split):
 
     @cute.jit
     def multiply_part(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, left_bytes: Int32, live: Boolean):
-        """Adds the MMAs of this warp's chunks of a stage.
+        """Issues the MMAs of this warp's chunks of a stage, which accumulate in ``sums``.
 
         Args:
-            left_at, right_at: where this lane's first 16 bytes of its token and of its row are.
-            left_bytes: the bytes that are left of a row from this warp's first chunk on.
+            left_at, right_at: the addresses of this lane's first 16 bytes of its token (the MMA's left operand) and of its row of
+                weights (the right operand).
+            left_bytes: the bytes of a row that remain from this warp's first chunk on.
             live: whether this lane has a token.
         """
-        # Without a branch for each chunk, all chunks' loads are issued together.
+        # A full stage has no branch for each chunk, so that the loads of all chunks are issued before the first MMA.
         if left_bytes > (_LOADS - 1) * _STEP:
             self.multiply_chunks(sums, left_at, right_at, range(_LOADS), live)
             if left_bytes > _LOADS * _STEP:
@@ -210,7 +217,7 @@ class Gemm(Split):
                     self.multiply_chunks(sums, left_at, right_at, [each], live)
 
     def multiply_chunks(self, sums: cute.Tensor, left_at: Int32, right_at: Int32, chunks: Any, live: Boolean) -> None:
-        """Adds the MMAs of some of this warp's chunks of rows. ``live``: whether this lane has a token.
+        """Issues the MMAs of some of this warp's chunks. ``live``: whether this lane has a token.
 
         The four words of a lane's load of a token are the left operand of two MMAs as they are, so words 1 and 3 are in rows 8 to
         15. The first MMA has the weights that belong to words 0 and 2, and its rows 0 to 7 are used. The second has the weights
@@ -230,7 +237,7 @@ class Gemm(Split):
     def multiply_fp8(
         self, sums: cute.Tensor, token_at: Int32, chunk: Int32, right_at: Int32, left_bytes: Int32, lane: Int32, live: Boolean
     ):
-        """Does `multiply_part` for fp8 weights. Only the first two of each four sums are used.
+        """Does `multiply_part` for fp8 weights. Uses only the first two of each four elements of ``sums``.
 
         Args:
             token_at: the address of this lane's token.
@@ -254,19 +261,20 @@ class Gemm(Split):
         chunks: Any,
         left_bytes: Int32 | None,
     ) -> None:
-        """Adds the MMAs of some of this warp's chunks of fp8 weights.
+        """Issues the MMAs of some of this warp's chunks of fp8 weights, scales their accumulators, and adds them to ``sums``.
 
-        If ``left_bytes`` is given, chunks beyond these bytes of a row are multiplied by 0: all warps shall issue all loads
-        together, also those with fewer chunks. In place of such a chunk the first one is loaded, which is finite or makes the row's
-        result NaN anyway.
+        With ``left_bytes``, chunks beyond these bytes of a row do not exist. Their loads are issued nevertheless, so that no branch
+        separates the loads: the tokens' operand is 0, and the first chunk of the weights is loaded once more. If that chunk has a
+        NaN, the row's result is NaN anyway.
 
-        The four words of a lane's load of a token are an MMA's left operand as they are. So words 1 and 3 are in rows 8 to 15.
-        With the weights that belong to words 0 and 2, the MMA's rows 0 to 7 are used. Another MMA has the weights that belong to
-        words 1 and 3, and its rows 8 to 15 are used.
+        A 16-byte load of a token gives a lane four words, which are the left operand without any permutation. By the operand's
+        layout, words 0 and 2 belong to the MMA's rows 0 to 7, and words 1 and 3 to rows 8 to 15. But all four words are of one
+        token and of different k. So there are two MMAs with this operand: one with the weights of words 0 and 2, of whose result
+        rows 0 to 7 are used, and one with the weights of words 1 and 3, of whose result rows 8 to 15 are used.
         """
         left, right, exponents = [], [], []
         for each in chunks:
-            known, step = live, Int32(each * PANEL_STRIPS)  # chunks after this warp's first one
+            known, step = live, Int32(each * PANEL_STRIPS)  # step: the distance from this warp's first chunk, in chunks
             if left_bytes is not None and each > 0:
                 inside = each * _STEP < left_bytes
                 known, step = live & inside, cutlass.select_(inside, step, Int32(0))
@@ -289,7 +297,7 @@ class Gemm(Split):
 
         Args:
             column: the weights' column of the table of layers.
-            rows, row_bytes: the number of rows of all CTAs, which the scales follow, and the bytes of a row.
+            rows, row_bytes: the number of rows of all CTAs, and the bytes of a row. The scales follow these rows in memory.
             row: the index of the row.
         """
         if self.config.dense == "bfloat16":

@@ -1,19 +1,25 @@
 """Device code of the persistent kernel: the launch, the warp roles over layers, the producer warp, and the output.
 
+The kernel is a chain of classes, one for each step, each in a file of its own. Each class derives from the preceding one:
+`Stream` (the kernel of the experts, `sm90.moe.stream`), `exchange_device`, `split_device`, `gemm_device`, `qkv_device`,
+`attend_device`, `project_device`, `route_device`, and `Persistent` in this file. There is no grid-wide barrier between steps. CTAs
+exchange activations through global memory, and a reader waits for the data itself, see `exchange_device`.
+
 Forward progress. All CTAs of a launch must run at once. There is one CTA per SM, no more CTAs than SMs, and each fits on an empty
-SM. CTAs of a preceding kernel wait for nothing that this launch does, so they leave, and all CTAs get an SM. Another launch that
-also needs all SMs at once must not run beside this one, unless both are cooperative. Under these conditions, no wait is circular:
+SM. CTAs of a preceding kernel do not wait for this launch, so they exit, and all CTAs get an SM. Another launch that also needs all
+SMs at once must not run beside this one, unless both are cooperative. Under these conditions, no wait is circular:
 
 * a CTA's producer warp waits for its own CTA only: for empty stages, and for the lists of pairs;
 * a CTA's MMA warps process stages in the order in which the producer fills them: qkv, projection, w13, w2, and the output. They
   wait for other CTAs' words or counters of an earlier step in this order, never for a later step;
-* the epilogue warps wait for another CTA only at the last panel of w13 or of w2, if it is split. They wait for the sums of the next
-  CTA's first panel of the same GEMM. For these sums that CTA needs only earlier steps;
-* a step needs the ring buffer only for its own stages. The producer runs ahead of the steps, never the other way round.
+* the epilogue warps wait for another CTA only at the last panel of w13 or of w2, if it is split. They wait for the partial sums of
+  the next CTA's first panel of the same GEMM. To compute these, the next CTA needs only earlier steps;
+* the producer fills the stages of an earlier step before those of a later step. So a later step never holds the stages that an
+  earlier step needs.
 
 So the earliest unfinished step of all CTAs always proceeds. This also holds for the CTAs of several GPUs that share the layers,
-once each GPU has begun the launch: a CTA waits for another GPU's words of the same step or of an earlier one, and at the end of the
-launch for those of the last step. Waits for other CTAs also give up after a number of polls, see `exchange_device`.
+once each GPU has begun the launch: a CTA waits for another GPU's words of the same step or of an earlier step, and at the end of
+the launch for the words of the last step. Waits for other CTAs also end after a number of polls, see `exchange_device`.
 """
 
 # mypy: ignore-errors
@@ -104,18 +110,18 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class Persistent(Route):
-    """The kernel of one configuration. Each CTA has the 15 warps of `stream`. For each layer:
+    """The kernel of one configuration. Each CTA has the 15 warps of the kernel of `stream`. For each layer:
 
-    * warps 0-11 compute queries, keys and values, attention, the projection and the router, and then run `stream`'s MMAs. They
-      write the layer's output;
-    * warp 12, the producer, streams this CTA's rows of the weights of qkv and of the projection into the ring buffer, and its rows
-      of the router beside it. Once the experts are known, it streams panels of w13 and w2 through the same ring buffer, and goes on
-      with the next layer's weights of qkv;
-    * warps 13-14 run `stream`'s epilogue.
+    * warps 0-11, the MMA warps, compute queries, keys and values, attention, the projection and the router, and then run `stream`'s
+      MMAs. They write the layer's output;
+    * warp 12, the producer, streams this CTA's rows of the weights of qkv and of the projection into the ring buffer. It loads this
+      CTA's rows of the router into a separate buffer. Once the experts are known, it streams panels of w13 and w2 through the same
+      ring buffer. Then it continues with the next layer's weights of qkv, while the MMA warps still compute this layer;
+    * warps 13-14, the epilogue warps, run `stream`'s epilogue.
 
     Shared memory holds the ring buffer (18 stages for one token), the rows of the router, and the tokens. The experts' weights
-    cannot be loaded before the experts are known. The number of copies in flight is limited, because loads that other warps wait
-    for queue behind them.
+    cannot be loaded before the experts are known. The number of copies in flight is limited, because the MMA warps' loads of
+    activations queue behind these copies, and the MMA warps wait for those loads.
     """
 
     @cute.jit
@@ -274,12 +280,14 @@ class Persistent(Route):
         at = first_to_read()
         for index in cutlass.range(call.given.layers, unroll=1):
             of_layer = call_of_layer(call, index, tag)
-            if index > 0:  # the MMA warps have stored this CTA's share of attention before the first layer is routed
+            # `prefetch_cache` reads what `prepare_attention` has stored. The wait for the first layer's `routed` orders the two. So
+            # the first layer has no prefetch.
+            if index > 0:
                 self.prefetch_cache(of_layer, warp)
             cute.arch.mbarrier_wait(call.routed, index & 1)
             at = self.finish(of_layer, warp, at)
-            # `finish` does not release the buffer of the END message, because in `stream` nothing follows. So release the buffer
-            # here.
+            # `finish` does not release the buffer that held the END message, because the kernel of `stream` ends with this message.
+            # Here another layer follows, so release the buffer.
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 call.partial.empty.arrive(Cursor((at.stage + BUFFERS - 1) % BUFFERS, Int32(0)))
@@ -299,12 +307,14 @@ class Persistent(Route):
             at = self.load_tiles(of_layer, at, QKV_WEIGHT, of_layer.qkv_first_row, qkv_rows, hidden * each)
             at = self.load_tiles(of_layer, at, PROJECTION, of_layer.first_row, of_layer.row_count, given.width * each)
             at = self.load_experts(of_layer, at)
+            # Messages in the order of the stages: write the output, then end this layer.
             at = self.tell(of_layer, at, item_code(COMBINE))
             at = self.tell(of_layer, at, item_code(END))
 
     @cute.jit
     def load_router(self, call: LayerCall):
-        """Loads this CTA's rows of the router. All warps have read the preceding layer's rows, because that layer is routed."""
+        """Loads this CTA's rows of the router. The buffer is free: this warp has waited until the preceding layer was routed, and
+        by then all warps had read that layer's rows."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         size = call.layer.hidden * 2
@@ -320,8 +330,14 @@ class Persistent(Route):
     def load_tiles(
         self, call: LayerCall, at: Any, column: cutlass.Constexpr[int], first_row: Int32, row_count: Int32, row_bytes: Int32
     ):
-        """Streams this CTA's rows of dense weights, which have the layout of `layout`. ``column``: of the table of layers. Returns
-        the next position in the ring buffer."""
+        """Streams this CTA's rows of dense weights, which have the layout of `layout`. Returns the next position in the ring
+        buffer.
+
+        Args:
+            column: the weights' column of the table of layers.
+            first_row, row_count: this CTA's rows.
+            row_bytes: bytes of a row.
+        """
         first = call.address(column) + Int64(first_row) * row_bytes
         part_bytes = call.kept[QKV_PART if column == QKV_WEIGHT else PART]
         stages = Int32(0)
@@ -329,7 +345,9 @@ class Persistent(Route):
             count = cutlass.min(row_count - tile, TILE)
             for part in cutlass.range(0, row_bytes, part_bytes, unroll=1):
                 size = cutlass.min(row_bytes - part, part_bytes)
-                # Once the MMA warps have begun, no other loads are waited for.
+                # While the ring buffer is filled for the first time, the MMA warps may still wait for activations, so few copies
+                # may be in flight. A later stage is empty only after the MMA warps have begun the GEMM, with all activations in
+                # shared memory. Then no warp waits for other loads, and more copies may be in flight.
                 most = self.config.in_flight[0 if column == QKV_WEIGHT else 1]
                 if stages < self.stages:
                     self.acquire_below(call, at, most)
@@ -341,11 +359,13 @@ class Persistent(Route):
                     bulk_load(to, source, count * size, call.pipe.full.of(at).toint())
                 at = advance(at, self.stages)
                 stages += 1
+        # Pad with empty stages, so that each warpgroup gets the same number of stages, and the next GEMM begins with warpgroup 0.
         for _ in cutlass.range((GROUPS - stages % GROUPS) % GROUPS, unroll=1):
             at = self.tell_one(call, at, item_code(COMBINE))
         return at
 
     def acquire(self, call: LayerCall, at: Any, kind: int) -> None:
+        """Waits until the next stage may be filled with a slab of w13 or w2. `Stream.load_range` calls this method."""
         self.acquire_below(call, at, self.config.in_flight[2 + kind])
 
     def acquire_below(self, call: LayerCall, at: Any, most: int) -> None:
@@ -358,7 +378,8 @@ class Persistent(Route):
     def load_experts(self, call: LayerCall, at: Any):
         """Streams this CTA's slabs of w13, then of w2. Returns the next position in the ring buffer."""
         layer = call.layer
-        # Divisions take long. So the range is computed while the experts are unknown, as if all pairs had different experts.
+        # Integer divisions take long. So compute the range before the experts are known, with the guess that all pairs have
+        # different experts. For one token, this guess is always right.
         guess = call.tokens * layer.top_k
         first, end = self.range_of(call, guess * layer.w13_items, layer.w13_blocks)
         place = self.place_of(first, layer.w13_items, layer.w13_blocks)
@@ -379,9 +400,11 @@ class Persistent(Route):
 
     @cute.jit
     def combine(self, call: LayerCall, warp: Int32):
-        """Stores this CTA's part of the output, also as words: the sum over slots, plus ``totals``, the residual stream before the
-        experts. If ranks share the layer, stores this rank's addends as words; the first rank adds ``totals``. If one of the CTA's
-        waits has given up, the output is NaN. All MMA warps call this method."""
+        """Stores this CTA's range of the layer's output: the sum over a token's slots, plus ``totals``, the residual stream before
+        the experts. The output is stored twice: as bfloat16 for the caller, and as tagged words for the next layer.
+
+        If ranks share the layer, stores this rank's addends as words instead; only the first rank adds ``totals``. If a wait of
+        this CTA has given up, the output is NaN. All MMA warps call this method."""
         layer = call.layer
         thread = self.thread()
         width = layer.hidden // 4
@@ -418,8 +441,8 @@ class Persistent(Route):
 
     @cute.jit
     def store_output(self, call: LayerCall):
-        """Waits for all ranks' addends of this CTA's part of the last layer's output, and stores the sums. So when the launch ends,
-        no words are on the way to this GPU. ``call``: the call of the last layer."""
+        """Waits for all ranks' addends of this CTA's range of the last layer's output, and stores the sums. So when the launch
+        ends, no rank's stores to this GPU are in flight. ``call``: the call of the last layer."""
         ranks = range(self.config.ranks)
         words = cute.make_rmem_tensor((4 * self.config.ranks,), Uint32)
         words.fill(0)
@@ -435,13 +458,15 @@ class Persistent(Route):
             quad += PREPARING_THREADS
 
     def quad_of_totals(self, call: LayerCall, quad: Int32) -> list:
-        """Returns four consecutive elements of ``totals``, as words. They have been waited for before."""
+        """Returns four consecutive elements of ``totals``, as words. This method does not wait: `route` has waited until all words
+        of ``totals`` had arrived."""
         found = [load_tagged(self.addends_at(call, call.given.totals, quad * 4, rank)) for rank in range(self.config.ranks)]
         return [self.sum_of([each[number] for each in found]) for number in range(4)]
 
     @cute.jit
     def leave_layers(self, call: LayerCall, tag: Int32):
-        """Resets all counters and stores the last tag, if this CTA is the last one to leave. Warp 0 calls this method."""
+        """If this CTA is the last one to leave, resets all counters for the next launch, and stores the last tag, from which the
+        next launch continues. Warp 0 calls this method."""
         lane = cute.arch.lane_idx()
         ctas, _, _ = cute.arch.grid_dim()
         head = call.given.head

@@ -4,25 +4,25 @@ For each layer the kernel normalises, computes queries, keys and values, rotates
 attention, adds the output projection to the layer's input, normalises, routes, runs the mxfp4 experts, and adds their weighted sum.
 Weights of all these steps pass through one ring buffer per SM, so the producer need not stop between steps.
 
-The kernel reads the experts in the layout of `mxfp4.layout`, which `moe_apply` reads too. It has its own copies of the weights of
-qkv and of the projection, in the layout of `layout`, made at the first call: for the 36 layers of GPT-OSS-120B 1.9 GB, or 0.95 GB
-if these weights are fp8. For each pair of weights and caches, a table of addresses is kept, of 4 KB for 36 layers. Each stream,
+The kernel reads the experts' weights in the layout of `mxfp4.layout`, which `moe_apply` reads too. The first call copies the
+weights of qkv and of the projection to the layout of `layout`. The copies take 1.9 GB for the 36 layers of GPT-OSS-120B, or 0.95 GB
+if these weights are fp8. Each pair of weights and caches has a table of addresses, which takes 4 KB for 36 layers. Each stream,
 each captured launch and each number of tokens has its own scratch memory, of about 2 MB for GPT-OSS-120B.
 
 Forward progress. CTAs wait for one another, so all CTAs of a launch must run at once, see `kernel_device`. The launch is
-cooperative: the driver starts either all CTAs or none. So a launch waits while other streams' kernels occupy SMs, also another
-launch of this kernel. It never holds some SMs while it waits for others.
+cooperative: the driver starts either all CTAs or none. So a launch waits while kernels of other streams occupy SMs, for example
+another launch of this kernel. It never occupies some SMs while it waits for others.
 
-If the weights have a group of two ranks, each rank launches the kernel for its shard, and the two sums over ranks of a layer are in
-the kernel, see `exchange_device`. The ranks' GPUs write to one another's memory over NVLink. A rank waits for the other rank at
-most `ProcessGroup.peer_time_limit_s`; after that the results are NaN. Scratch memory belongs to the group, so that launches of a
-group must be ordered, as for every operator between ranks. The sums are rounded once, with the residual stream.
+If the weights have a group of two ranks, each rank launches the kernel for its shard. The kernel computes a layer's two sums over
+ranks, see `exchange_device`: the ranks' GPUs write to one another's memory over NVLink. A rank waits for the other rank at most
+`ProcessGroup.peer_time_limit_s`; after that the results are NaN. Launches of a group share scratch memory, so they must be ordered,
+as for every operator between ranks. A sum over ranks is rounded once, after the residual stream has been added.
 
 Rounding is otherwise as in `rmsnorm`, `mm`, `apply_rope`, `rmsnorm_moe_topk` and `moe_apply`. Results have the same bits in every
 run.
 
-With up to four tokens the kernel is faster than separate kernels, and preferred to them. With eight it is not, so with five to
-eight tokens it is selected only if it is preferred by name. `benchmarks/h200_persistent.json` has the times on an H200.
+With up to four tokens the kernel is faster than separate kernels, and the selector prefers it. With eight tokens it is slower. So
+with five to eight tokens it is selected only if a caller names it. `benchmarks/h200_persistent.json` has the times on an H200.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ from tokenspeed_kernel_nvidia.sm90.moe.moe_apply import ACCURACY
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
-_EVERY_KEY = 1 << 30  # the window of layers without a window
+_EVERY_KEY = 1 << 30  # the window of layers without a window: more keys than any sequence has
 _POLLS_PER_S = 2_000_000  # a poll takes about 0.5 us
-POLLS = 2 * _POLLS_PER_S  # so a warp gives up after about two seconds
-_MOST_POLLS = (1 << 31) - 1
-_ALIGNMENT = 128  # of the parts of the scratch memory, in bytes
+POLLS = 2 * _POLLS_PER_S  # polls until a wait gives up, after about two seconds
+_MOST_POLLS = (1 << 31) - 1  # the kernel counts polls in int32
+_ALIGNMENT = 128  # alignment of the parts of the scratch memory, in bytes
 _CAPTURES = 4  # captured launches whose scratch memory is zeroed in advance
 _E4M3 = torch.float8_e4m3fn
-_ROWS = 16  # fewer rows of qkv per CTA are not worth a CTA
+_ROWS = 16  # the least rows of dense weights per CTA: with fewer, the launch has fewer CTAs than SMs
 
 
 @program(arch=ARCH, configs=every_config, usual=usual_configs)
@@ -107,9 +107,10 @@ class Step(NamedTuple):
     """The tensors of one decode step.
 
     Attributes:
-        lengths: int32 ``[tokens]``: the length of each token's sequence, with the token itself, which is the last.
-        pages: int32 ``[tokens, most pages]``: the pages of each sequence.
-        slots: int32 or int64 ``[tokens]``: ``page * page_size + offset`` where key and value are stored; negative: nowhere.
+        lengths: int32 ``[tokens]``: the length of each token's sequence. The token itself is the last of the sequence.
+        pages: int32 ``[tokens, most pages]``: the page table, with the pages of each sequence.
+        slots: int32 or int64 ``[tokens]``: the slot mapping, ``page * page_size + offset`` of each token's key and value; a token
+            with a negative slot is not stored.
         angles: cosines and sines of the rotary embedding, float32 ``[positions, 64]``.
     """
 
@@ -120,14 +121,14 @@ class Step(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What launches for the same sizes share.
+    """A compiled kernel and the arguments that all launches for the same sizes share.
 
     Attributes:
         program: the compiled kernel.
         ctas: the number of CTAs.
-        offsets: where the parts of the scratch memory begin, in bytes. The first part has the counters.
-        nbytes: the size of the scratch memory. The memory is zero before its first launch. It may be used by launches for these
-            sizes alone, one after the other.
+        offsets: the offsets of the parts of the scratch memory, in bytes. The first part has the counters.
+        nbytes: the bytes of the scratch memory. It must be zero before its first launch. Launches leave tags in it, so only
+            launches for the same sizes may use it, one after another.
         numbers, attention: sizes and options for the kernel.
     """
 
@@ -200,8 +201,8 @@ def launch_of(
 
 
 def distances(memory_at: int, others: Sequence[int], device: torch.device) -> Tensor:
-    """Returns what to add to an address in this rank's scratch memory, for the same place in each other rank's: int64, on the
-    device.
+    """Returns for each other rank the distance from an address in this rank's scratch memory to the same place in the other rank's:
+    int64 ``[ranks - 1]``, on the device.
 
     Args:
         memory_at: the address of this rank's scratch memory.
@@ -249,8 +250,8 @@ def _address(tensor: Tensor | None) -> int:
 
 # -- the operator --------------------------------------------------------------------------------------------------------------
 
-# The tables of each object of weights, by the addresses and the layers' pitch of the caches. A graph may use a table for as long as
-# the weights live, so tables are never dropped.
+# The tables of layers of each object of weights, by the caches' addresses, the caches' pitch between layers, and the number of
+# CTAs. A graph may use a table as long as the weights live, so a table is dropped only with its weights.
 _tables: weakref.WeakKeyDictionary[DecoderWeights, dict[tuple[int, ...], Tensor]] = weakref.WeakKeyDictionary()
 # The copies of `copies_of`, by the number of CTAs.
 _copies: weakref.WeakKeyDictionary[DecoderWeights, dict[int, list[tuple[Tensor, Tensor]]]] = weakref.WeakKeyDictionary()
@@ -301,7 +302,8 @@ def _shared_memory(group: ProcessGroup, launch: Launch, x: Tensor) -> tuple[int,
 
 
 def ctas_of(plan: MoEPlan, tokens: int, heads: int, kv_heads: int, sms: int) -> int:
-    """Returns the number of CTAs: one per SM, but not so many that there is hardly a row, a panel or an expert for each."""
+    """Returns the number of CTAs: one per SM, or fewer for small sizes. There are enough CTAs if one has `_ROWS` rows of dense
+    weights, one panel of w13, one expert of the router, and one token and key head."""
     rows = max(plan.hidden_size, (heads + 2 * kv_heads) * HEAD_DIM)
     panels = tokens * plan.top_k * panels_of(2 * plan.intermediate_size)
     return min(sms, max(-(-rows // _ROWS), panels, plan.num_experts, tokens * kv_heads))
@@ -365,8 +367,8 @@ def check_pages(page_size: int, head_dim: int) -> None:
 
 
 def check_layer(index: int, layer: DecoderLayer) -> None:
-    """Raises ValueError for weights that the kernel does not support. The registered traits are not checked if a caller names the
-    kernel."""
+    """Raises ValueError for weights that the kernel does not support. A caller may call the launcher directly, and then the
+    selector has not checked the declared traits."""
     if layer.experts.layout != LAYOUT:
         raise ValueError(f"persistent layers: experts must have the layout {LAYOUT!r}, got {layer.experts.layout!r}")
     for name in ("qkv_bias", "projection_bias", "sinks", "router_bias"):
@@ -383,8 +385,9 @@ def check_layer(index: int, layer: DecoderLayer) -> None:
 
 
 _BF16, _MXFP4 = dense_tensor_format(torch.bfloat16), mxfp4_format()
-# The first kernel of each format of dense weights is faster than separate kernels. The second is slower, so the composed kernel is
-# preferred to it. A row of fp8 weights is divided into chunks, so its length must be a multiple of a chunk's.
+# Each format of dense weights has two kernels with this launcher. The first, for few tokens, is faster than separate kernels. The
+# second is slower, so the composed kernel has a higher priority. A row of fp8 weights is divided into chunks, so its length must be
+# a multiple of a chunk's.
 for (_name, _dense, _hidden), (_suffix, _tokens, _priority) in itertools.product(
     (
         ("cutedsl_decoder_layers", _BF16, at_most(HIDDEN)),
@@ -434,8 +437,8 @@ for (_name, _dense, _hidden), (_suffix, _tokens, _priority) in itertools.product
 
 
 def split_bits_of(tokens: int, kv_heads: int, ctas: int) -> int:
-    """Returns the base-2 logarithm of the number of CTAs that share the keys of a token and a key head: the largest for which there
-    are enough CTAs."""
+    """Returns the base-2 logarithm of the number of splits, that is, of CTAs that share the keys of a token and a key head: the
+    largest for which there are enough CTAs, and at most that of `SPLITS`."""
     return min(ctas // (tokens * kv_heads), SPLITS).bit_length() - 1
 
 

@@ -1,18 +1,20 @@
-"""The layout of the dense weights of the persistent kernel, in which each stage of the ring buffer is contiguous.
+"""The layout of the dense weights of the persistent kernel, in which the data of each stage of the ring buffer is contiguous.
 
-A stage is one bulk copy, not one copy for each of its rows: the producer warp issues many small copies too slowly. On an H200, the
-MMAs of qkv took 4.5 us with a copy for each row, and 3.1 us with one copy.
+So a stage needs one bulk copy, not one copy for each of its rows. The producer warp issues many small copies too slowly: on an
+H200, the MMAs of qkv took 4.5 us with a copy for each row, and 3.1 us with one copy.
 
-Each CTA has consecutive rows of the weights, divided into tiles of 8 rows, and each tile into parts of `part_bytes` along k.
-A part is contiguous, with its rows one after the other. Lanes read 64 bytes of two neighbouring rows at once, which must be in
-different banks. So if rows of a part are multiples of 128 bytes, the two halves of each 128 bytes of odd rows are swapped.
+Each CTA has consecutive rows of the weights, divided into tiles of 8 rows, and each tile into parts of `part_bytes` along k. A part
+fills a stage, with its rows one after the other. Eight lanes read 64 bytes of two neighbouring rows at once, which must be in
+different banks. So if the length of a part's rows is a multiple of 128 bytes, the two halves of each 128 bytes of odd rows are
+swapped.
 
 A lane loads 16 bytes of a row of bfloat16 weights, which are the right operands of two MMAs: words 0 and 2, and words 1 and 3, see
 `gemm_device`. So words 1 and 2 of each 16 bytes are swapped, and the operands are neighbouring registers.
 
-A lane loads 16 bytes of fp8 weights with two 16-byte loads of a token. Each of these loads must take neighbouring bytes for
-neighbouring lanes, too. So each 64 fp8 weights are stored in this order: for each lane of a quad, 8 of the first 32 elements, then
-8 of the last 32. The scales of the rows follow the rows.
+With fp8 weights, a lane multiplies 16 weights (one 16-byte load) by 16 elements of a token (two 16-byte loads). To avoid bank
+conflicts, neighbouring lanes of a quad must load neighbouring 16 bytes of the token. So a lane's first load has 8 of a chunk's
+first 32 elements, and its second load 8 of the last 32. The 64 weights of a chunk are stored in the matching order: for each lane
+of a quad, 8 of the first 32 weights, then 8 of the last 32. The scales of the rows follow all rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The output projection of the persistent kernel: this CTA's rows of the weights by the attention's output, plus bias and input."""
+"""The output projection of the persistent kernel: each CTA multiplies its rows of the weights by the attention's output, and adds
+the bias and the residual stream, which is the layer's input."""
 
 # mypy: ignore-errors
 
@@ -62,7 +63,7 @@ class Project(Attend):
         row_bytes = call.given.width * self.config.dense_bytes
         scale = self.load_scale(call, PROJECTION, hidden, row_bytes, call.first_row + row, live)
         element = cutlass.select_(live, token * hidden + call.first_row + row, 0)
-        # All words of the input have arrived, because this CTA has read all of them before.
+        # These loads need no wait: `project_qkv` of this CTA has waited for all words of the input.
         ranks = range(self.config.ranks)
         before = [load_words("relaxed.gpu.global", self.addends_at(call, call.given.outputs, element, rank), 1) for rank in ranks]
         self.load_attended(call, warp)

@@ -1,7 +1,7 @@
 """Input norm and projection to queries, keys and values in the persistent kernel.
 
-Every CTA normalises all tokens, and computes its rows of qkv. The rotary embedding is left to the CTAs that read the results, since
-the two elements that are rotated together may belong to different CTAs.
+Every CTA normalises all tokens, so the normalised tokens need no exchange, and computes its rows of qkv. The CTAs that read queries
+and keys apply the rotary embedding: the two elements that are rotated together may be rows of different CTAs.
 """
 
 # mypy: ignore-errors
@@ -28,9 +28,11 @@ class Qkv(Gemm):
 
     @cute.jit
     def store_input(self, call: LayerCall):
-        """Stores this CTA's part of the first layer's input as tagged words. ``call``: the call of layer 0.
+        """Stores this CTA's range of the first layer's input as tagged words, as if a preceding layer had written it. ``call``: the
+        call of layer 0.
 
-        If ranks share the layers, each rank has the whole input, and stores it as the first rank's addend, in its own memory."""
+        If ranks share the layers, each rank has the whole input. It stores the input as the first rank's addends and zeros as the
+        others', all in its own memory."""
         ctas, _, _ = cute.arch.grid_dim()
         cta, _, _ = cute.arch.block_idx()
         elements = call.tokens * call.layer.hidden
@@ -59,7 +61,7 @@ class Qkv(Gemm):
         rows, first = call.qkv_row_count, call.qkv_first_row
         token, row = self.token_and_row(thread, rows)
         live = thread < call.tokens * rows
-        # Constants are loaded before the wait.
+        # Issue the loads that do not depend on other CTAs before the wait, which hides their latency.
         bias_of = Vector(call.address(QKV_BIAS), Int32(BFLOAT16))
         bias = bias_of.load(first + row, live)
         row_bytes = call.layer.hidden * self.config.dense_bytes
@@ -82,7 +84,8 @@ class Qkv(Gemm):
 
     @cute.jit
     def normalise_input(self, call: LayerCall, norm: list, column: Int32, live: Any):
-        """Normalises this thread's elements of all tokens, which it has stored itself."""
+        """Normalises this thread's elements of all tokens in shared memory. The thread has stored these elements itself, in
+        `load_rows`, so only the sums of squares need a barrier."""
         factors = []
         for word in norm:
             factors += [*widened(self.dtype, word)]

@@ -1,8 +1,8 @@
 """RMSNorm, router and top-k of the persistent kernel.
 
-Every CTA normalises all tokens, because each CTA needs all tokens for the experts. A CTA computes the logits of its own experts
-only, and the CTAs exchange the logits. Then every CTA selects the experts of all tokens, one warp per token. So all CTAs have the
-same lists of pairs, and no further exchange is needed.
+Every CTA normalises all tokens, because each CTA needs all tokens for the experts. A CTA computes the logits of some experts only,
+and the CTAs exchange the logits. Then every CTA selects the experts of all tokens, one warp per token. So all CTAs have the same
+lists of (token, slot) pairs without exchanging them.
 """
 
 # mypy: ignore-errors
@@ -29,7 +29,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import CHUNK as ROW_CH
 from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import ROW_THREADS, ROW_WARPS, Rows, shared_int
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ENTRIES, W13, entry_code, entry_of, index_of, kind_of
 
-_SPLITTING = 3  # the named barrier of the warps that prepare a row while other warps wait for the logits
+_SPLITTING = 3  # the named barrier of the warps that prepare a row for the experts while another warp waits for the logits
 _SLOTS_AT_ONCE = 2  # slots of a token whose results a thread loads at once
 
 
@@ -38,8 +38,8 @@ class Route(Project):
 
     @cute.jit
     def load_route_operands(self, call: LayerCall):
-        """Loads a thread's part of the norm's weights and the bias of its logit, unconverted. They are loaded before the
-        projection, so that nothing waits for these loads.
+        """Loads a thread's part of the norm's weights and the bias of its logit, unconverted. These loads are issued before the
+        projection, which hides their latency.
         """
         thread = self.thread()
         hidden = call.layer.hidden
@@ -66,7 +66,7 @@ class Route(Project):
         """
         ctas, _, _ = cute.arch.grid_dim()
         self.await_all(call, warp, TOTALS, ctas)
-        # The projection's operands are dead: all warps have met since they were read.
+        # `load_rows` overwrites the projection's operands. All warps have synchronised since their last read of these operands.
         self.load_rows(call, warp, call.given.totals, call.tag, self.normed_at(call, Int32(0)), self.config.normed_pitch)
         self.synchronise()
         self.normalise(call, warp, norm)
@@ -74,7 +74,7 @@ class Route(Project):
         self.store_logits(call, bias)
         self.publish(call, LOGITS)
         if const_expr(self.config.tokens == 1):
-            # Half of the warps prepare the row for the experts, while warp 0 waits for the logits.
+            # The last `ROW_WARPS` warps prepare the only row for the experts, while warp 0 waits for the logits.
             if warp >= MMA_WARPS - ROW_WARPS:
                 self.split_token(call)
             elif warp == 0:
@@ -191,7 +191,8 @@ class Route(Project):
 
     @cute.jit
     def split_token(self, call: LayerCall):
-        """Splits the row of the only token, which all entries of w13 have. `ROW_WARPS` warps call this method."""
+        """Splits the elements of the only token's row into fp8 parts, the operand of w13's MMAs, see `rows_device` of `stream`. The
+        row is the same for all entries of w13, so it is split once. `ROW_WARPS` warps call this method."""
         thread = self.thread() % ROW_THREADS
         numbers = [Uint32(0)] * self.chunk_words
         if thread * ROW_CHUNK < call.layer.hidden:
@@ -224,7 +225,7 @@ class Route(Project):
 
     @cute.jit
     def count(self, call: LayerCall, item: Int32, items: Int32):
-        # The results of w2 are not counted: few threads of a CTA read them, and poll the results themselves.
+        # Results of w2 need no counter: few threads of a CTA read them, so these threads poll the results themselves.
         if const_expr(ACTIVATED in self.config.counted):
             if kind_of(item) == W13:
                 relaxed_add(call.counter(ACTIVATED + index_of(item)), items)
@@ -236,15 +237,16 @@ class Route(Project):
         store_number(call.slots + place * 8, value, call.tag)
 
     def address_of_row(self, call: LayerCall, first: Any, pair: Int32) -> Int64:
-        """Returns the address of a pair's row: of its normalised token in shared memory, or of the words of its activation."""
+        """Returns the address of a pair's row of activations: of w13 (``first``) the normalised token in shared memory, of w2 the
+        tagged words of w13's activated result in global memory."""
         token_at = call.x + Int64(pair // call.layer.top_k) * (call.x_stride * 2)
         return cutlass.select_(first, token_at, call.activated + Int64(pair) * (call.layer.intermediate * 4))
 
     @cute.jit
     def words_of_row(self, call: LayerCall, row_at: Int64, at: Int32, first: Any) -> Any:
-        """Loads sixteen elements of a row. Waits for those of an activation."""
+        """Loads sixteen elements of a row, see `address_of_row`. Waits until the words of w13's result have arrived."""
         words = [Uint32(0)] * 8
-        at = opt_barrier(at)  # else addresses would be computed before the loop over layers, and would occupy registers
+        at = opt_barrier(at)  # otherwise addresses would be computed before the loop over layers, and would occupy registers
         if first:
             address = Int32(row_at) + at * 2
             words = [*load_words("shared", address, 4), *load_words("shared", address + 16, 4)]
@@ -257,7 +259,8 @@ class Route(Project):
 
     @cute.jit
     def two_numbers(self, row: Int64, first: Any, at: Int32):
-        """Returns two consecutive elements of a row, as float32. Those of an activation have been waited for before."""
+        """Returns two consecutive elements of a row, as float32. This method does not wait: the MMA warps have waited for the whole
+        row in `words_of_row`."""
         numbers = [Float32(0.0), Float32(0.0)]
         if first:
             numbers = [*widened(self.dtype, load_words("shared", Int32(row) + at * 2, 1))]
@@ -267,7 +270,8 @@ class Route(Project):
 
     @cute.jit
     def sum_of_slots(self, call: LayerCall, token: Int32, column: Int32):
-        """Returns four consecutive elements of a token's sum over slots, in slot order, once all slots have been stored."""
+        """Waits for the results of w2 of all of a token's slots, and returns four consecutive elements of their sum. Slots are
+        added in order, so the result has the same bits in every run."""
         top_k = call.layer.top_k
         total = [Float32(0.0)] * 4
         for first in cutlass.range_constexpr(0, MAX_TOP_K, _SLOTS_AT_ONCE):
@@ -276,7 +280,7 @@ class Route(Project):
                 numbers.fill(0.0)
                 addresses = []
                 for some in cutlass.range_constexpr(_SLOTS_AT_ONCE):
-                    # Beyond the last slot, load the last slot again, but do not add it.
+                    # Beyond the last slot, load the last slot again without adding it, so that there is no branch.
                     pair = token * top_k + cutlass.min(first + some, top_k - 1)
                     at = call.slots + (Int64(pair) * call.layer.hidden + column) * 8
                     addresses += [at, at + 16]

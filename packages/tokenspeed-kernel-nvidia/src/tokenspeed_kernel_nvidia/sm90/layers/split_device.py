@@ -1,8 +1,9 @@
 """Panels of the experts that are split between two CTAs, in the persistent kernel.
 
-The slabs of all panels of a GEMM are divided evenly among the CTAs (stream-K). So a CTA begins and ends within a panel. It computes
-the last slabs of its first panel first, and sends their sums as tagged numbers to the preceding CTA, which has the panel's first
-slabs. That CTA computes them last, so its epilogue warps, which add the sums, rarely wait.
+A panel is 64 rows of an expert's weights, and a slab is a range of k of a panel, one stage of the ring buffer. The slabs of all
+panels of a GEMM are divided evenly among the CTAs (stream-K). So a CTA may begin and end within a panel. It computes its first
+panel's slabs first, and sends their partial sums as tagged numbers to the preceding CTA, which has the panel's first slabs. The
+preceding CTA computes those slabs last. So its epilogue warps, which add the partial sums, rarely wait.
 """
 
 # mypy: ignore-errors
@@ -27,15 +28,16 @@ _STRIPS = PANEL_STRIPS // FINISHERS  # strips of an epilogue warp
 
 
 class Split(Exchange):
-    """The part of the kernel that sends and receives the sums of split panels."""
+    """The part of the kernel that sends and receives the partial sums of split panels."""
 
     splits = True
 
     @cute.jit
     def range_of(self, call: LayerCall, panels: Int32, blocks: Int32):
-        """Returns this CTA's range of the slabs of all entries' panels.
+        """Returns this CTA's range of the slabs of all entries' panels: its first slab, and the slab after its last.
 
-        With fewer than 1.25 panels per CTA, a panel could have more than two parts. Then no panel is split.
+        With fewer than 1.25 panels per CTA, a panel's slabs could be divided among three CTAs, but a CTA receives partial sums from
+        one CTA only. Then no panel is split.
         """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -46,18 +48,19 @@ class Split(Exchange):
         return cta * steps // ctas * step, (cta + 1) * steps // ctas * step
 
     def tag_of_sums(self, call: LayerCall) -> Int32:
-        """Returns the tag of a layer's numbers. The tag has 32 bits, because not every number is written in every layer."""
+        """Returns the tag of the partial sums that CTAs send in a layer. The tag has 32 bits: not every CTA sends in every layer,
+        so a former tag may be of any earlier layer, and must not recur."""
         return call.kept[LAST_TAG] + 2 + call.index
 
     def sent_at(self, call: LayerCall, kind: Int32, cta: Int32, strip: Int32, tile: int) -> Int64:
-        """Returns the address of this lane's two numbers. ``cta``: the CTA that sends them."""
+        """Returns the address of this lane's two numbers of a strip and a tile. ``cta``: the CTA that sends them."""
         ctas, _, _ = cute.arch.grid_dim()
         place = ((kind * ctas + cta) * PANEL_STRIPS + strip) * self.tiles + tile
         return call.given.sent + Int64(place * 32 + cute.arch.lane_idx()) * 16
 
     @cute.jit
     def send_sums(self, call: LayerCall, at: Any, item: Int32, strip: Int32):
-        """Sends the sums of a strip. ``at``: the position in the buffers of partial sums."""
+        """Sends the partial sums of a strip. ``at``: the position in the ring of buffers for partial sums."""
         cta, _, _ = cute.arch.block_idx()
         tag = self.tag_of_sums(call)
         for tile in cutlass.range_constexpr(self.tiles):
@@ -67,7 +70,7 @@ class Split(Exchange):
 
     @cute.jit
     def load_sums(self, call: LayerCall, warp: Int32, kind: Int32, words: cute.Tensor):
-        """Loads the numbers that the next CTA sends for this warp's strips. They may not have been sent yet."""
+        """Loads the numbers that the next CTA sends for this warp's strips, without waiting: they may not have been sent yet."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         sender = cutlass.min(cta + 1, ctas - 1)
@@ -79,8 +82,8 @@ class Split(Exchange):
 
     @cute.jit
     def join_sums(self, call: LayerCall, at: Any, warp: Int32, item: Int32, words: cute.Tensor):
-        """Adds the numbers that the next CTA sends to this CTA's partial sums. ``words``: the numbers from `load_sums`, which are
-        loaded again until all have been sent. An epilogue warp calls this method."""
+        """Adds the numbers that the next CTA sends to this CTA's partial sums in shared memory. An epilogue warp calls this method.
+        ``words``: the numbers from `load_sums`; they are loaded again until all have arrived."""
         lane = cute.arch.lane_idx()
         tag = self.tag_of_sums(call)
         left = self.polls_of(call)
@@ -105,7 +108,7 @@ def strip_of(warp: Int32, each: int) -> Int32:
 
 
 def missing_tags(words: cute.Tensor, tag: Int32) -> Int32:
-    """Returns 0 if all numbers have the tag."""
+    """Returns 0 if all numbers have the tag, otherwise another number."""
     found = Int32(0)
     for index in range(1, cute.size(words), 2):
         found |= Int32(words[index]) ^ tag

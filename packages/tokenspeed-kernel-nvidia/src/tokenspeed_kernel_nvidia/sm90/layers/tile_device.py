@@ -21,13 +21,21 @@ from tokenspeed_kernel_nvidia.sm90.layers.config import (
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import ROWS_AT_ONCE, Call, Layer
 
-# Columns of the table of layers. Each column has an address, but WINDOW has the number of keys that a token sees, with its own.
+# Columns of the table of layers. Each column has an address, except WINDOW: the number of keys that a token sees, including its
+# own.
 (
     INPUT_NORM, QKV_WEIGHT, QKV_BIAS, SINKS, K_CACHE, V_CACHE, WINDOW, PROJECTION, PROJECTION_BIAS, NORM, ROUTER, ROUTER_BIAS,
     TABLE_W13, TABLE_W2,
 ) = range(14)  # fmt: skip
 COLUMNS = 14
-# Indices of `LayerCall.kept`.
+# Indices of `LayerCall.kept`, the CTA's values that would otherwise be computed in each layer or occupy registers:
+# * FIRST_ROW, ROW_COUNT: the CTA's rows of the projection; QKV_FIRST_ROW, QKV_ROW_COUNT: its rows of qkv;
+# * EXPERT_COUNT: the number of experts whose logits the CTA computes;
+# * GIVEN_UP: 1 if a wait of the CTA has given up;
+# * LENGTH, TOKEN, HEAD, SPLIT: the CTA's work item of attention: the number of keys, the token, the key head, and the split;
+# * FIRST_QUAD, END_QUAD: the CTA's range of the layer's output, in groups of four elements;
+# * LAST_TAG: the tag of the last launch's last layer;
+# * QKV_PART, PART: `part_bytes` of the weights of qkv and of the projection.
 FIRST_ROW, ROW_COUNT, EXPERT_COUNT, GIVEN_UP, QKV_FIRST_ROW, QKV_ROW_COUNT = range(6)
 LENGTH, TOKEN, HEAD, SPLIT, FIRST_QUAD, END_QUAD, LAST_TAG, QKV_PART, PART = range(6, 15)
 
@@ -40,10 +48,10 @@ class Attention:
         qkv: tagged words ``[tokens, rows of qkv]``: queries, keys and values before the rotary embedding.
         partials: 64-bit words ``[tokens, query heads, splits, PARTIAL_WORDS]``, see `attend_device`.
         attended: tagged words ``[tokens, width]``: the attention's output.
-        lengths: int32 ``[tokens]``: the keys of each token's sequence, with the token itself, which is the last.
+        lengths: int32 ``[tokens]``: the number of keys of each token's sequence. The token's own key is the last of them.
         pages, pages_pitch: int32 ``[tokens, pages]``, and its row pitch.
-        slots, slot_words: where each token's key and value are stored, int32 or int64; the pitch in 32-bit words. Negative: they
-            are not stored.
+        slots, slot_words: the slot where each token's key and value are stored, int32 or int64, and the pitch in 32-bit words. With
+            a negative slot, they are not stored.
         table, table_pitch: cosines and sines, float32 ``[positions, HEAD_DIM]``, and the row pitch.
         page_pitch, token_pitch, head_pitch: pitches of the caches, in elements.
         page_size: the number of keys of a page.
@@ -102,16 +110,17 @@ class Given:
         totals: projection plus input, likewise.
         logits: tagged words ``[tokens, experts]``.
         activated: tagged words ``[pairs, intermediate]``: the results of the experts' first GEMM.
-        slots: tagged numbers ``[pairs, hidden]``: the weighted results of the second.
-        sent: tagged numbers ``[2, ctas, PANEL_STRIPS, tiles, 32, 2]``: the sums that CTAs send in each GEMM, see `split_device`.
+        slots: tagged numbers ``[pairs, hidden]``: the weighted results of the experts' second GEMM.
+        sent: tagged numbers ``[2, ctas, PANEL_STRIPS, tiles, 32, 2]``: the partial sums that CTAs send in each of the experts' two
+            GEMMs, see `split_device`.
         tokens, width, layers: the numbers of tokens, of the projection's input features, and of layers.
-        polls: how often a warp polls before it gives up and sets the error flag.
-        eps: added to the mean square.
+        polls: the number of polls after which a wait gives up and sets the error flag.
+        eps: added to the mean square of the norms.
         layer: the experts' sizes and options. The addresses of weights are 0.
         attention: the arguments of attention.
         rank: this GPU's rank among those that share the layers.
-        others: int64 ``[ranks - 1]``: for each other rank, what to add to an address in this rank's scratch memory for the same
-            place in the other's.
+        others: int64 ``[ranks - 1]``: for each other rank, the distance from an address in this rank's scratch memory to the same
+            place in the other rank's.
     """
 
     table: Int64
@@ -145,17 +154,14 @@ class LayerCall(Call):
         given: the launch's arguments.
         index: the layer's index.
         tag: the tag of the layer's words, 16 bits.
-        attended_at, partials_at, router_at, squares_at: addresses in shared memory: the operands of GEMMs with dense weights, the
-            warps' partial sums, this CTA's rows of the router, and the warps' sums of squares.
+        attended_at, partials_at, router_at, squares_at: addresses in shared memory: the tokens that GEMMs with dense weights
+            multiply, the warps' partial sums, this CTA's rows of the router, and the warps' sums of squares.
         chosen: the expert of each pair.
-        kept: this CTA's first row of the projection, the number of its rows, the number of experts whose logits it computes,
-            whether one of its warps has given up, the first row and the number of rows of qkv, and its share of attention: the
-            number of keys, the token, the key head, and the split; its range of the output, in groups of four elements; the tag
-            of the last launch's last layer; and `part_bytes` of the weights of qkv and of the projection.
+        kept: int32 values of the CTA, see FIRST_ROW.
         table: a copy of the table of layers.
-        angles: cosines and sines for that token.
-        known_tiles, known_offsets: for each warp, the first tile of a layer with a window and of a layer without, and the tile's
-            offset in the caches. A tile of -1 is unknown.
+        angles: cosines and sines for the token of the CTA's work item of attention.
+        known_tiles, known_offsets: a cache of `page_of`, with two entries for each warp, for layers without and with a window: the
+            warp's first tile in such layers, and the tile's offset in the caches. A tile of -1 is unknown.
         others: a copy of `Given.others`.
         router_full, routed: barriers with one phase per layer: the router's rows, and the lists of pairs, are in shared memory.
     """
@@ -209,7 +215,8 @@ class LayerCall(Call):
 
     def counter_of(self, layer: Int32, index: Any) -> Int64:
         """Returns the address of a counter of a layer. Layer -1 has counters, too: for the first layer's input."""
-        # From the launch's argument, which is a constant: ``counters`` would have to be kept in memory.
+        # `head` is a kernel argument, which the compiler reads from constant memory. `call.counters` is computed, so it would
+        # occupy registers or be spilled.
         return self.given.head + Int64(HEAD_WORDS + (layer + 1) * LAYER_COUNTERS + index) * 4
 
     def output_of(self, layer: Int32) -> Int64:
@@ -228,8 +235,8 @@ class LayerCall(Call):
 def call_of_layer(call: LayerCall, index: Int32, tag: Int32) -> LayerCall:
     """Returns a layer's call. ``call``: the call of layer 0; ``tag``: the tag of the last launch's last layer.
 
-    The addresses in shared memory are opaque to the compiler. Otherwise values of each step would be computed before the loop over
-    layers, and would occupy registers in all steps.
+    `opt_barrier` hides from the compiler that the addresses in shared memory are the same in all layers. Otherwise the compiler
+    would compute each step's addresses before the loop over layers, and they would occupy registers in all steps.
     """
     return replace(
         call,

@@ -1,8 +1,8 @@
 """The persistent kernel with a trace: threads store the SM's clock at some points of each layer, see `config.EVENTS`.
 
 Clocks of SMs differ. So each CTA also stores its clock and the global timer at its start and at its end. An event costs about 40
-cycles. Events are kept in shared memory, in one set for even and one for odd layers. After each layer, an MMA warp moves the events
-to global memory, and an epilogue thread its own events.
+cycles. Events are kept in shared memory, in one set for even and one for odd layers, because the producer warp is ahead by up to a
+layer. After each layer, an MMA warp moves its own events and the producer's to global memory, and an epilogue thread moves its own.
 """
 
 # mypy: ignore-errors

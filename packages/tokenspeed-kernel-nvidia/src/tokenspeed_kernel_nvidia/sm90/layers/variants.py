@@ -45,11 +45,11 @@ class PersistentLayers:
         table: cosines and sines of the rotary embedding, float32 ``[positions, 64]``.
         plan: the plan of the experts.
         scale: the softmax scale.
-        eps: added to the mean square.
+        eps: added to the mean square of the norms.
         config: the configuration; None for that of `config_of`. With several ranks, the sizes and weights are this rank's.
         ctas: the number of CTAs; None for one per SM.
-        polls: how often a warp polls before it gives up.
-        rank: this object's rank, if the configuration has several. Then call `connect` before the first launch.
+        polls: the number of polls after which a wait gives up.
+        rank: this object's rank, if the configuration has several ranks. Then call `connect` before the first launch.
         memory: zeroed int32 words for the scratch memory; None to allocate them.
 
     Raises:

@@ -27,16 +27,18 @@ def scale_of_blocks(amax, FORMAT: tl.constexpr, UP: tl.constexpr):
     infinity or NaN, whose values are all encoded as +0.
 
     ``FORMAT``: e4m3fn, e5m2 or e2m1. ``UP``: whether to round scales up, so that no value saturates; otherwise scales are rounded
-    down. ``UP`` must be False for e2m1: its threshold, 1.75, fits only e4m3fn and e5m2.
+    down.
     """
     # The exponent of the format's largest power of two.
     EMAX: tl.constexpr = 2 if FORMAT == "e2m1" else (15 if FORMAT == "e5m2" else 8)
+    # The mantissa bits of the format's largest value, as a float32: 6 = 1.5 * 2^2, 57344 = 1.75 * 2^15, 448 = 1.75 * 2^8.
+    LARGEST: tl.constexpr = 0x400000 if FORMAT == "e2m1" else 0x600000
     # A float32's exponent field is floor(log2) + 127. The field is 0 for subnormals, which get the smallest scale in any case.
     bits = amax.to(tl.int32, bitcast=True)
     field = bits >> 23
     finite = field != 255
-    if UP:  # amax > 1.75 * 2^n gets the next power of two: the largest values, 448 (e4m3) and 57344 (e5m2), are 1.75 * 2^m
-        field = (bits + (0x7FFFFF - 0x600000)) >> 23
+    if UP:  # a mantissa above LARGEST carries into the exponent field, so amax gets the next power of two
+        field = (bits + (0x7FFFFF - LARGEST)) >> 23
     scale = tl.where(finite, tl.maximum(field - EMAX, 0), 255)
     # The reciprocal, 2^(127 - byte), is a normal float32 for every finite block.
     return scale, (254 - scale) << 23, tl.where(finite, 255, 0)
@@ -71,7 +73,7 @@ def quantize_mx_kernel(
     """Quantises ``BLOCKS`` blocks of one outer row of x; with ``TILES``, of one matrix. q and the scales are contiguous.
 
     ``FP4``: whether to quantise to e2m1; otherwise to e4m3. ``UP``: whether to round scales up, so that no value saturates;
-    otherwise scales are rounded down. ``UP`` must be False with ``FP4``.
+    otherwise scales are rounded down.
     """
     UNIT: tl.constexpr = 2 if PAIRS else 1
     first_x, x_at, first_made, made_at, first_scale, inside, stored = blocks_of_program(

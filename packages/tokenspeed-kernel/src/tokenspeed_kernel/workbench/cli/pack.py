@@ -92,7 +92,8 @@ def pack_check(
             typer.echo(outcome.missing)
         typer.echo(f"{len(pack.files)} files for {pack.manifest['arch']}, {len(damaged)} damaged")
         if source is not None:
-            typer.echo(f"{len(missing)} of {len(outcomes)} calls would compile")
+            advice = "; build a pack that has them: tokenspeed-kernel pack build" if missing else ""
+            typer.echo(f"{len(missing)} of {len(outcomes)} calls would compile{advice}")
     _show_failures(failed)
     raise typer.Exit(bool(damaged or gaps or missing or failed))
 

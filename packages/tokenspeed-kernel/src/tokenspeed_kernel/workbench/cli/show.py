@@ -199,12 +199,9 @@ def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[st
     A recipe makes all arguments of a call, so the call's formats, sizes and traits stay consistent.
     """
     wanted = dict(_wanted(op, starts[0], change) for change in changes)
-    missed = ""
-    for start in starts:
-        case, gap = vary_towards(op, start, wanted, functools.partial(_possible_request, op))
-        if not gap:
-            return case
-        missed = missed or gap
+    case, missed = vary_towards(op, starts, wanted, functools.partial(_possible_request, op))
+    if not missed:
+        return case
     value = wanted[missed]
     said = dtype_name(value) if isinstance(value, torch.dtype) else value
     return fail(f"no call of {op} with {missed}={said} could be made from {starts[0].name!r}; --case starts from another one")
@@ -239,6 +236,8 @@ def _wanted(op: Operator[Any, Any], case: Case, change: str) -> tuple[str, Any]:
         fail(f"{name} is {'a flag, true or false' if isinstance(like, bool) else 'not a flag'}; got {text!r}")
     if isinstance(like, (int, float)) and not isinstance(value, (int, float)):
         fail(f"{name} is a number; got {text!r}")
+    if isinstance(value, (int, float)) and value < 0 <= min(known):  # no search would find a call with a negative size
+        fail(f"{name} is 0 or more; got {text!r}")
     if isinstance(like, str):
         value = text if text in known else _SHORT.get(text.lower(), text)
         seen = dict.fromkeys(str(other) for other in known)

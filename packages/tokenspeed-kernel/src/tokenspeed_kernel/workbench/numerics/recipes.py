@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,12 @@ from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.parameters import check_types, tensor_arguments
 from tokenspeed_kernel_base.selection import Request
 
-_MOST_TRIES = 400
+# The most pairs of changes that a search tries, over all its starting cases. Searches without a result must end soon.
+_MOST_PAIRS = 400
 # The most elements that the arguments of a tried case may have together.
 _MOST_ELEMENTS = 1 << 26
+# Tried cases with more elements count as large, so that their requests are made with fake tensors: random values would take longer.
+_FEW_ELEMENTS = 1 << 20
 
 Change = dict[str, Any]
 
@@ -88,24 +91,43 @@ def _likeness(values: Mapping[str, Any], model: Mapping[str, Any]) -> float:
 
 
 def vary_towards(
-    op: Operator[Any, Any], case: Case, wanted: Mapping[str, Any], request_of: Callable[[Case], Request | None]
+    op: Operator[Any, Any], starts: Sequence[Case], wanted: Mapping[str, Any], request_of: Callable[[Case], Request | None]
 ) -> tuple[Case, str]:
-    """Changes a case's recipe until its selection request has the wanted traits and operand dtypes.
+    """Changes the recipe of the first starting case that allows this, until its selection request has the wanted traits and operand
+    dtypes.
 
     Args:
         op: the operator.
-        case: the case to start from.
+        starts: the cases to start from; at least one.
         wanted: values of traits, and dtypes of operands, by name.
         request_of: returns the selection request of a case; None for a case that the operator rejects.
 
     Returns:
-        The changed case, and an empty string; or the partially changed case, and the first name that could not be satisfied.
+        The changed case, and an empty string; or the first starting case, and the first name that could not be satisfied from it.
     """
+    missed, pairs = "", iter(range(_MOST_PAIRS))
+    for start in starts:
+        case, gap = _towards(op, start, wanted, request_of, pairs)
+        if not gap:
+            return case, ""
+        missed = missed or gap
+    return starts[0], missed
+
+
+def _towards(
+    op: Operator[Any, Any],
+    case: Case,
+    wanted: Mapping[str, Any],
+    request_of: Callable[[Case], Request | None],
+    pairs: Iterator[int],
+) -> tuple[Case, str]:
+    """Returns the changed case, and an empty string; or the partially changed case, and the first name that could not be
+    satisfied."""
     held: Change = {}
     for name, value in wanted.items():
         held[name] = value
         if not _has(request_of(case), held):
-            found = _nearest(op, case, name, held, request_of)
+            found = _nearest(op, case, name, held, request_of, pairs)
             if found is None:
                 return case, name
             case = found
@@ -113,34 +135,48 @@ def vary_towards(
 
 
 def _nearest(
-    op: Operator[Any, Any], case: Case, name: str, wanted: Mapping[str, Any], request_of: Callable[[Case], Request | None]
+    op: Operator[Any, Any],
+    case: Case,
+    name: str,
+    wanted: Mapping[str, Any],
+    request_of: Callable[[Case], Request | None],
+    pairs: Iterator[int],
 ) -> Case | None:
     """Returns a changed case whose selection request has the wanted values; None if there is none.
 
     Cases that differ from the given case in one value of the recipe are tried first; of these, the one whose request otherwise
-    changes least is returned. Then cases that differ in two values are tried, and the first one found is returned.
+    changes least is returned. Then cases that differ in two values are tried, and the first one found is returned. Each of these
+    takes an item of ``pairs``; the search ends when there are no more.
     """
     recipe, request = case.make, request_of(case)
     if not isinstance(recipe, Recipe) or request is None:
         return None
     # The request of a case is known only after its arguments are made. So changes that may make the case huge are left out.
-    room = math.inf if case.large else _MOST_ELEMENTS / max(_elements(op, case), 1)
+    elements = 1 if case.large else max(_elements(op, case), 1)
+    room = math.inf if case.large else _MOST_ELEMENTS / elements
+
+    def changed(change: Change) -> Case:
+        large = case.large or growth(recipe, change) * elements > _FEW_ELEMENTS
+        return replace(case, make=recipe.vary(**change), large=large)
+
     towards = changes_towards(op, recipe, value_in(request, name, wanted[name]), name, wanted[name])
     changes = [change for change in towards if growth(recipe, change) <= room]
     found: list[tuple[int, Case]] = []
     for change in changes:
-        asked = request_of(other := replace(case, make=recipe.vary(**change)))
+        asked = request_of(other := changed(change))
         if asked is not None and _has(asked, wanted):
             found.append((_difference(asked, request), other))
     if found:
         return min(found, key=lambda pair: pair[0])[1]
-    pairs = ({**a, **b} for a, b in itertools.combinations(changes, 2) if not a.keys() & b.keys())
-    cases = (replace(case, make=recipe.vary(**change)) for change in itertools.islice(pairs, _MOST_TRIES))
+    both = ({**a, **b} for a, b in itertools.combinations(changes, 2) if not a.keys() & b.keys())
+    cases = (changed(change) for change, _ in zip(both, pairs, strict=False) if growth(recipe, change) <= room)
     return next((other for other in cases if _has(request_of(other), wanted)), None)
 
 
 def _elements(op: Operator[Any, Any], case: Case) -> int:
-    return sum(tensor.numel() for _, tensor in tensor_arguments(op.parameters, op.complete(case.build("cpu"))))
+    """Returns the number of elements of a call's tensors, for `growth`. An axis of size 0 counts as 1, as it does there."""
+    tensors = tensor_arguments(op.parameters, op.complete(case.build("cpu")))
+    return sum(math.prod(max(size, 1) for size in tensor.shape) for _, tensor in tensors)
 
 
 def _difference(one: Request, other: Request) -> int:

@@ -172,7 +172,7 @@ class Outcome:
         operator, case: names of the call's operator and case.
         kernel: the kernel that was selected.
         compiled: programs that were compiled for the call.
-        missing: the program that the call needs and the checked pack does not have, with the reason; empty if there is none.
+        missing: the program that the call needs and the checked pack does not have, and the call; empty if there is none.
         error: why the call could not be run; empty if it could.
     """
 
@@ -343,7 +343,7 @@ def _outcome(operator: str, case: Case) -> Outcome:
             if chosen.solution not in _UNCOMPILED and not in_parts:
                 op.function(**prepared_by_shape(op, arguments, chosen))
     except CompilationForbiddenError as error:
-        return dataclasses.replace(outcome, missing=str(error))
+        return dataclasses.replace(outcome, missing=error.missing)
     except Exception as error:  # a call that cannot be run must not stop the other calls
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"

@@ -1,6 +1,6 @@
 """The device code of the GEMMs of `grouped`: the launch and the warp roles.
 
-`load_device` has the producer warps, `mma_device` the MMA warpgroups.
+`load_device` has the producer warps, `mma_device` the MMA warpgroups, and `epilogue_device` their epilogue.
 """
 
 # mypy: ignore-errors

@@ -41,13 +41,14 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import load_floats, opt_barrier
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import REST
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.epilogue_device import Epilogue
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
 
 HALVES = 2  # halves of a k block; each half of a row of weights has one scale
 WORDS = 4  # number of 32-bit words of e2m1 values that a lane holds of a strip's k block
 
 
-class PanelMainloop(Shapes):
+class PanelMainloop(Epilogue):
     """The mainloops for tiles in which each warpgroup has several panels of weights."""
 
     def a_fragments_of_panels(self) -> list:

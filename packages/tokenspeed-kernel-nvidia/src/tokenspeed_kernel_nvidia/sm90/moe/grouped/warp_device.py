@@ -29,12 +29,13 @@ from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import (
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.cutedsl.registers_device import ldmatrix, load_floats, mma_m16n8k16, opt_barrier
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.epilogue_device import Epilogue
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
 
 STEPS = 4  # MMAs along k (k = 16 each) of a k block; for each MMA, a lane needs one word of e2m1 values
 
 
-class WarpMainloop(Shapes):
+class WarpMainloop(Epilogue):
     """The mainloop of MMA warps for tiles with so few columns that mma.sync is used."""
 
     @cute.jit
