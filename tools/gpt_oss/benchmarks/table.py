@@ -3,11 +3,11 @@
     python tools/gpt_oss/benchmarks/table.py            # prints them
     python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
 
-Most files are results of ``python -m gpt_oss benchmark``: ``h200_few.json`` and ``h200_two.json`` (one, two and four sequences),
-``h200_long_one.json``, ``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_busy.json``, ``h200_20b_one.json``,
-``h200_20b.json``, ``h200_variants.json``, ``h200_fp8_activations.json``, ``h200_dense_one.json`` and ``h200_dense.json``.
+Most files are results of ``python -m gpt_oss benchmark``: ``h200_many.json``, ``h200_few.json``, ``h200_two.json``,
+``h200_long_one.json``, ``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_20b_one.json``, ``h200_20b.json``,
+``h200_variants.json``, ``h200_fp8_activations.json``, ``h200_dense_one.json`` and ``h200_dense.json``.
 ``beside_vllm.json`` is a result of `beside_vllm.py`. Missing results are omitted. A decode step that several results have is shown
-from the first of them.
+from the first of them, and a prefill likewise.
 """
 
 from __future__ import annotations
@@ -56,21 +56,19 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
         "| experts a layer | ms floor | tokens/s |",
         "|--:|--:|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    seen = set()
+    found: dict[tuple[int, int, str], str] = {}
     for result in results:
         chosen = "sampled" if result["workload"]["temperature"] else "greedy"
         for row in next(iter(result["variants"].values()))["decode"]:
-            if (step := (row["batch"], row["context"], chosen)) in seen:
-                continue
-            seen.add(step)
             bar, floor = _bar(STEP_BARS, result, row["batch"], row["context"]), row["milliseconds_floor"]
-            lines.append(
+            found.setdefault(
+                (row["context"], row["batch"], chosen),
                 f"| {row['batch']} | {row['context']} | {result['metadata']['git_commit'][:8]} | {chosen} | "
                 f"{row['milliseconds_a_step']:.3f} | {'' if bar is None else f'{bar:g}'} | "
                 f"{row['milliseconds_bare']:.3f} | {row['over_bare']:.3f} | {row['experts_a_layer']:.1f} | "
-                f"{'' if floor is None else f'{floor:.2f}'} | {row['tokens_per_second']:.0f} |"
+                f"{'' if floor is None else f'{floor:.2f}'} | {row['tokens_per_second']:.0f} |",
             )
-    return lines
+    return lines + [found[step] for step in sorted(found)]
 
 
 # Families of operators, and what each family does in this model.
@@ -92,14 +90,16 @@ def operators(results: list[dict[str, Any]]) -> list[str]:
         "| pass | bare | " + " | ".join(f"{what}: µs, floor" for what in FAMILIES.values()) + " | all |",
         "|---|" + "--:|" * (len(FAMILIES) + 2),
     ]
+    seen = set()
     for result in results:
         measured = next(iter(result["variants"].values()))
         passes = [(f"decode {row['batch']} x {row['context']}", row) for row in measured["decode"]]
         passes += [(f"prefill {row['batch']} x {row['tokens']}, two layers", row) for row in measured["prefill"]]
         for name, row in passes:
             found = {of_one["family"]: of_one for of_one in row.get("families", ())}
-            if not found:
+            if not found or name in seen:
                 continue
+            seen.add(name)
             cells = [_time_and_floor(found[family]) if family in found else "" for family in FAMILIES]
             bare = f"{1e3 * row['milliseconds_bare']:.0f}" if "milliseconds_bare" in row else ""
             together = sum(of_one["microseconds"] for of_one in found.values())
@@ -115,15 +115,17 @@ def _time_and_floor(family: dict[str, Any]) -> str:
 def prefill(results: list[dict[str, Any]]) -> list[str]:
     """Returns the table of prefills: one line per prefill and variant."""
     lines = ["| variant | prompts | tokens of each | ms | tokens/s | bar |", "|---|--:|--:|--:|--:|--:|"]
+    found: dict[tuple[str, int, int], str] = {}
     for result in results:
         for variant, measured in result["variants"].items():
             for row in measured["prefill"]:
                 bar = _bar(PREFILL_BARS, result, row["batch"], row["tokens"])
-                lines.append(
+                found.setdefault(
+                    (variant, row["batch"], row["tokens"]),
                     f"| {variant} | {row['batch']} | {row['tokens']} | {1e3 * row['seconds']:.1f} | "
-                    f"{row['tokens_per_second']:.0f} | {'' if bar is None else f'{bar:.0f}'} |"
+                    f"{row['tokens_per_second']:.0f} | {'' if bar is None else f'{bar:.0f}'} |",
                 )
-    return lines
+    return [*lines, *found.values()]
 
 
 def variants(result: dict[str, Any]) -> list[str]:
@@ -186,10 +188,10 @@ def _is_steady(seconds: Sequence[float]) -> bool:
 def section() -> str:
     """Returns the text between the README's two markers."""
     lines: list[str] = []
-    few = list(_results("h200_few", "h200_two", "h200_long_one"))
+    few = list(_results("h200_many", "h200_few", "h200_two", "h200_long_one"))
     measured = list(_results("h200", "h200_greedy", "h200_long"))
     if measured:
-        lines += made_on(measured[0]) + decode(few + measured) + [""] + prefill(measured[:1])
+        lines += made_on(measured[0]) + decode(few + measured) + [""] + prefill(few[:2] + measured[:1])
         lines += [
             "",
             "For each family of operators: the total time of its calls in one pass, timed in isolation with cold caches, then",
@@ -200,9 +202,6 @@ def section() -> str:
         lines += operators(few + measured[:1])
         if len(measured[0]["variants"]) > 1:
             lines += ["", "The variants of these passes:", "", *variants(measured[0])]
-    for result in _results("h200_busy"):
-        said = "With a later commit, while tests ran on another GPU of the same host:"
-        lines += ["", said, "", f"`{result['metadata']['command']}`", "", *decode([result]), "", *prefill([result])]
     small = list(_results("h200_20b_one", "h200_20b"))
     if small:
         last = small[-1]
