@@ -183,7 +183,9 @@ class Gemm(Split):
                 place = (warp * call.tokens + lane // 4) * self.config.rows_of_cta + tile * TILE + lane % 4 * 2
                 # With bfloat16 weights, accumulators 1 and 3 have their results in rows 8 to 15, see `multiply_chunks`.
                 odd = 2 if self.config.dense == "bfloat16" else 0
-                both = [(sums[0, number] + sums[2, number]) + (sums[1, odd + number] + sums[3, odd + number]) for number in range(2)]
+                both = [
+                    (sums[0, number] + sums[2, number]) + (sums[1, odd + number] + sums[3, odd + number]) for number in range(2)
+                ]
                 store_floats("shared", call.partials_at + place * 4, both)
         # The producer pads the stages to a multiple of the number of warpgroups. Release the empty stage, if this warpgroup has
         # one.
