@@ -171,7 +171,7 @@ class Decode:
             storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
             storage.tiles.data_ptr(),
         )  # fmt: skip
-        begun = Barriers(storage.begun.data_ptr())  # completed once the preceding kernel has ended
+        begun = Barriers(storage.begun.data_ptr())  # completes when the preceding kernel has ended; stops the L2 prefetch
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(c.stages):
@@ -186,6 +186,8 @@ class Decode:
         else:
             self.prefetch_lines(call)
         if const_expr(not c.split):
+            # The prefetch below polls `begun`, so its initialisation must be visible. With split-KV there is no early prefetch, and
+            # PLANNED orders the initialisation of all barriers before their use by consumers.
             cute.arch.sync_threads()
             if const_expr(not c.gathered):
                 if warp == PREFETCH_WARP:
