@@ -1,4 +1,4 @@
-"""Configurations for which `prefill` is compiled."""
+"""The configurations of the prefill kernel: tiles, stages and registers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Config:
     @property
     def splits_q(self) -> bool:
         """Whether each consumer warpgroup has its own Q barriers. A warpgroup then releases its queries without waiting for the
-        other warpgroups."""
+        other warpgroups. This hides the load of the next tile's queries if there is only one Q tile."""
         return self.q_stages == 1
 
     @property
@@ -144,8 +144,8 @@ class Config:
 
     @property
     def converts(self) -> bool:
-        """Whether three warps of the producer warpgroup convert loaded K/V blocks: V is transposed, or K and V are converted to
-        fp16."""
+        """Whether three warps of the producer warpgroup convert loaded K/V blocks: V is transposed (``fp8``), or K and V are
+        converted to fp16 (``fp8_cache``)."""
         return self.fp8 or self.fp8_cache
 
     @property

@@ -90,7 +90,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Shared:
-    """A CTA's shared memory. Addresses are computed at each use. So no address occupies a register between uses.
+    """A CTA's shared memory. Addresses are computed at each use, so that no address occupies a register between uses.
 
     Attributes:
         storage: the structure that `Rings.storage` returns.
@@ -237,8 +237,8 @@ class Cursors:
 
     @cute.jit
     def keys_behind(self, k_at: Cursor, v_at: Cursor) -> Cursor:
-        """Returns the K cursor ``k_at``, which is one block after ``v_at``. With fp8 K/V, the K cursor is recomputed from ``v_at``,
-        because no register is left for ``k_at``."""
+        """Returns the K cursor ``k_at``. It is one block ahead of ``v_at``, because q @ k of a block is issued with P @ V of the
+        preceding block. With fp8 K/V, the K cursor is recomputed from ``v_at``, because no register is left for ``k_at``."""
         return advance(v_at, self.config.kv_stages) if const_expr(self.config.converts) else k_at
 
 
