@@ -53,8 +53,8 @@ def _plan(
     capped: bool,
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
-    """Returns the compiled kernel for a call, the query positions per work item, and the number of CTAs. Work items are smaller if
-    there would otherwise be fewer items than SMs.
+    """Returns the compiled kernel for a call, the maximum number of query positions per work item, and the number of CTAs. Work
+    items are smaller if there would otherwise be fewer items than SMs.
 
     Args:
         short: whether no sequence has more than SHORT queries.
