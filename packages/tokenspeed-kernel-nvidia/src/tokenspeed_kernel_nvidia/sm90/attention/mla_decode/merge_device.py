@@ -1,6 +1,7 @@
 """The merge kernel of `mla_decode`, which merges the partial results of work items that span several CTA groups (split-KV).
 
-The kernel is launched after the attention kernel. So no CTA of either kernel waits for another CTA, which might not be resident.
+A CTA merges some tiles (16 rows x `Config.chunk` columns) of one work item. The merge is a kernel of its own, launched after the
+attention kernel. So no CTA of either kernel waits for another CTA, which might not be resident.
 """
 
 # mypy: ignore-errors
@@ -263,7 +264,8 @@ class Merge:
 
     @cute.jit
     def write(self, call: MergeCall, item: Int32, tile: Int32, sums: Sums):
-        """Normalises a lane's fragment of a merged tile, and writes it to the output."""
+        """Normalises a lane's fragment of a merged tile, and writes it to the output. The lanes that hold the first columns of a
+        row also write its LSE."""
         lane = cute.arch.lane_idx()
         chunk = tile % self.chunks
         for r in cutlass.range_constexpr(2):

@@ -108,6 +108,7 @@ class DecodeWork:
         starting = cutlass.select_(total == blocks * call.batch, Int32(0), Int32(STARTING_BLOCKS))
         per_group = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_BLOCKS)
         if starting == 0:
+            # A whole number of items per group; or, if items are longer than ranges, a whole number of ranges per item.
             even = (per_group + blocks - 1) // blocks * blocks
             if blocks > per_group:
                 parts = blocks // per_group
@@ -143,6 +144,7 @@ def publish_plan(work: Any, call: Call, tells: cutlass.Constexpr[bool]):
     begin = call.group * per_group
     first = begin - offset + starting
     end = begin + left
+    # The range may begin in the empty positions before the item's first block.
     begin = cutlass.max(begin, first)
     if lane == 0:  # other loading warps would write the same values
         call.plan[ITEM] = item

@@ -95,7 +95,7 @@ class Call:
     """A CTA's view of the kernel's arguments, and its shared memory.
 
     A work item consists of the new tokens of a sequence that fit in a tile, with all heads: one token with 64 heads, four tokens
-        with 16 heads.
+    with 16 heads.
 
     Attributes:
         page_table: address of int32 ``[batch, max_pages]``.

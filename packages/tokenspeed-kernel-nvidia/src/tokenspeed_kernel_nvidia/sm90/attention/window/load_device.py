@@ -134,7 +134,7 @@ class QLoader:
     @cute.jit
     def load(self, shared: Shared, q: Tma, sequences: Sequences, block: Int32, kv_heads: Int32, lane: Int32):
         """Loads the Q tiles of all the CTA's work items. This warp finds the work items itself, in the same order as `KvLoader`, so
-        the two warps need no synchronisation. Rows beyond the sequence hold other tokens; their results are never stored."""
+        the two warps need no synchronisation. Rows outside the sequence hold other queries; their results are never stored."""
         c = self.config
         boxes = self.rings.q.packed_boxes(shared.storage.q, c.heads, c.positions)
         index, step = own_indices()
