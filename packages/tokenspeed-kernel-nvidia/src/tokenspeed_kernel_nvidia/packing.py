@@ -53,6 +53,7 @@ class _NoLaunches(Backend):
         self._postpone = postpone
 
     def load(self, program: _programs.Program[Any], config: Any) -> Launch:
+        """Returns a function that launches nothing. Compiles the program, or lets each call of the function postpone that."""
         postpone = self._postpone
         if postpone is None:
             program.cached(config)

@@ -76,6 +76,7 @@ def _rows(wanted: int) -> int:
 
 @program(arch=ARCH, configs=every_config, usual=usual_configs)
 def decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    """The decode kernel of `kernel_device`, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.decode import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)

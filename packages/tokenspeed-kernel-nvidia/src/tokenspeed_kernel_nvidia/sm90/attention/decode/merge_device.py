@@ -279,5 +279,6 @@ class Merger:
 
     @cute.jit
     def write_lse(self, call: Call, sequence: Int32, token: Int32, q_head: Int32, logarithm: Float32):
+        """Writes the LSE of a query head and a token. ``token``: the token's index among the sequence's new tokens."""
         at = (Int64(sequence) * call.q_len + token) * (call.kv_heads * self.config.abreast * call.gqa_ratio) + q_head
         cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[at] = logarithm

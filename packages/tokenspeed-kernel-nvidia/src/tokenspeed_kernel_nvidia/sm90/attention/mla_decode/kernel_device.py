@@ -252,6 +252,9 @@ class Mla:
 
     @cute.jit
     def init_barriers(self, call: Call):
+        """Initialises all mbarriers. In each CTA of the cluster, the four warps of one warpgroup release a latent chunk: of a value
+        warpgroup, or of the score warpgroup if the chunk held queries. Both value warpgroups release a rotary stage. The four score
+        warps signal ``probs_full`` of their CTA."""
         c = self.config
         for chunk in cutlass.range_constexpr(c.latent_chunks):
             call.latent_chunks.init(chunk, 4 * c.cluster)

@@ -123,6 +123,7 @@ class Loader:
         return at
 
     def has_turn(self, turn: Int32) -> cutlass.Boolean:
+        """Whether this CTA issues a load. In a cluster, the CTAs alternate: this CTA issues the loads for which ``turn`` is even."""
         return cutlass.Boolean(True) if self.config.cluster == 1 else turn % 2 == 0
 
     @cute.jit

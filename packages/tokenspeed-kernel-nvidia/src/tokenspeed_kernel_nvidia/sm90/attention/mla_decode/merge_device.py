@@ -73,6 +73,7 @@ class Sums:
         return [i for i in range(cute.size(self.values)) if i // 2 % 2 == r]
 
     def scale(self, r: int, factor: Float32) -> None:
+        """Multiplies the row sum and the elements of row ``r`` by ``factor``."""
         self.row_sum[r] = self.row_sum[r] * factor
         for i in self.indices_of(r):
             self.values[i] = self.values[i] * factor

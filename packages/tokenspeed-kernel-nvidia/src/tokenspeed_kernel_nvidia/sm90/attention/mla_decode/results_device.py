@@ -78,6 +78,7 @@ class Results:
 
     @cute.jit
     def write_lse(self, call: Any, item: Int32, row: Int32, row_max: Float32, row_sum: Float32):
+        """Writes a query row's LSE, if the call requests it."""
         if call.lse != 0:
             to, value = self.lse_of(call, item, row, row_max, row_sum)
             store_floats("global", to, [value])

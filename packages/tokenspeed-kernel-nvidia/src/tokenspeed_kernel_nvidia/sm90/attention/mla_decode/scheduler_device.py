@@ -75,6 +75,7 @@ class DecodeWork:
         return sequence * call.q_len + first, call.rank * ROWS, tokens
 
     def next_item(self, call: Call, item: Int32) -> Int32:
+        """Returns the work item that follows ``item`` in the queue."""
         return item + 1
 
     def most_items(self, call: Call) -> Int32:

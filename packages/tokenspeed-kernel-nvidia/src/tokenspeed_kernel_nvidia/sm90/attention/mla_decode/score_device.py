@@ -187,12 +187,14 @@ class QkMma:
     every_factor = False  # whether `Notes` also hold the rescale factors of rows whose max has not grown, which are 1
 
     def make_mmas(self) -> QkMmas:
+        """Returns the tiled MMAs of 64 query rows by 64 keys."""
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
         dtype = dtype_of(self.config.dtype)
         op = warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, ROWS, 16), *operands)
         return QkMmas(cute.make_tiled_mma(op, cute.make_layout((1, 1, 1))), make_qk_mma(dtype, ROWS))
 
     def operands(self, call: Call, mmas: QkMmas, thread: Int32) -> Operands:
+        """Returns this thread's operands of q @ k. ``thread``: its index in the score warpgroup."""
         kept, others = mmas.kept.get_slice(thread), mmas.others.get_slice(thread)
         q = kept.make_fragment_A(kept.partition_shape_A((ROWS, self.config.kept)))
         return Operands(

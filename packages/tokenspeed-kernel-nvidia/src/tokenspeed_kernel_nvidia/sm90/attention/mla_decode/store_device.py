@@ -135,6 +135,7 @@ class Store:
     results: Results
 
     def group_of(self, call: Call) -> Int32:
+        """Returns the index of this CTA's CTA group."""
         return call.group
 
     def partial(self, call: Call, out: Accumulators, item: Int32, half: Int32, split: Split) -> None:

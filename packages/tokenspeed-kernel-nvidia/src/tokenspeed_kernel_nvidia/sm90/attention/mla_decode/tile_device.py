@@ -49,12 +49,15 @@ class Notes:
     at: cute.Pointer
 
     def factor(self, row: Int32) -> cute.Pointer:
+        """Returns the address of a row's rescale factor."""
         return self.at + row
 
     def sums(self, row: Int32) -> cute.Pointer:
+        """Returns the address of a row's max, which its row sum follows."""
         return self.at + ROWS + 2 * row
 
     def grown(self, warp: Int32) -> cute.Pointer:
+        """Returns the address of a score warp's flag: not 0 if one of its 16 rows must be rescaled."""
         return self.at + 3 * ROWS + warp
 
     def chosen(self, dtype: type[cutlass.Numeric]) -> cute.Pointer:
@@ -78,6 +81,7 @@ class Blocks:
 
     @property
     def ropes(self) -> Tma:
+        """The view whose boxes are rotary parts."""
         return self.latents if self.others is None else self.others
 
 

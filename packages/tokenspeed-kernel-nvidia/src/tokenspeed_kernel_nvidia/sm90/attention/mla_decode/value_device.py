@@ -106,11 +106,13 @@ class PvMma:
     memory: SharedMemory
 
     def make_mma(self) -> cute.TiledMma:
+        """Returns the tiled MMA of 64 query rows by a latent chunk (128 columns)."""
         operands = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN
         op = warpgroup.MmaF16BF16Op(dtype_of(self.config.dtype), Float32, (ROWS, LATENT_CHUNK, 16), *operands)
         return cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)))
 
     def operands(self, call: Call, mma: cute.TiledMma, part: Any) -> ValueOperands:
+        """Returns the MMA atom and the operands of this thread. ``part``: the thread's slice of ``mma``."""
         return ValueOperands(
             accumulating(mma),
             part.make_fragment_A(part.partition_A(self.memory.ropes.tiles(call.storage.ropes))),
@@ -118,6 +120,7 @@ class PvMma:
         )
 
     def accumulators(self, part: Any) -> list:
+        """Returns this thread's accumulators: one for each latent chunk that its warpgroup computes."""
         return [
             cute.make_rmem_tensor(part.partition_shape_C((ROWS, LATENT_CHUNK)), Float32) for _ in range(LATENT_CHUNKS // READERS)
         ]

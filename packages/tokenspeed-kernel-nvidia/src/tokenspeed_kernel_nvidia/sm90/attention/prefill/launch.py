@@ -51,6 +51,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 @program(arch=ARCH, configs=every_config)
 def prefill_program(config: Config) -> tuple[Any, Sequence[Any]]:
+    """The prefill kernel of `kernel_device`, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.prefill import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)

@@ -21,6 +21,7 @@ class Work:
     config: Config
 
     def tiles(self) -> LongestFirst:
+        """Returns the scheduler of the query tiles."""
         c = self.config
         # `section_mib` as a number of blocks of 16 keys and values of one KV head, with 16-bit elements.
         return LongestFirst(c.positions, (c.section_mib << 20) // (16 * 2 * sum(c.widths)), self.lengths_of)

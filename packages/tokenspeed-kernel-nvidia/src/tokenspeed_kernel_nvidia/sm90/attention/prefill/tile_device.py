@@ -81,10 +81,12 @@ class Record:
         return float_of(self.at[7])
 
     def write(self, *numbers: Int32) -> None:
+        """Writes the record of a tile: ``numbers`` are `first_token` and the properties after it, in order."""
         for index, number in enumerate((Int32(1), *numbers)):
             self.at[index] = number
 
     def write_end(self) -> None:
+        """Writes the record that follows the CTA's last tile."""
         self.at[0] = Int32(0)
 
 

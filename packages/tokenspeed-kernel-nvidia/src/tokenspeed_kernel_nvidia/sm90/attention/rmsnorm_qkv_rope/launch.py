@@ -46,6 +46,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 @program(arch=ARCH, configs=every_config)
 def rmsnorm_qkv_rope_program(config: QkvConfig) -> tuple[Any, tuple[Any, ...]]:
+    """The fused kernel of `kernel_device`, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)

@@ -34,7 +34,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 @program(arch=ARCH, configs=every_config)
 def window_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
-    """The sliding-window kernel of `kernel_device`, compiled once for each `Config`."""
+    """The sliding-window kernel of `kernel_device`, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.window import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)

@@ -135,6 +135,7 @@ class Consumers:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def operands(self, shared: Shared, qk: cute.TiledMma, pv: cute.TiledMma, thread: Int32) -> Operands:
+        """Returns a thread's MMA operands and accumulators. ``thread``: its index in the warpgroup."""
         c = self.config
         qk_thread, pv_thread = qk.get_slice(thread), pv.get_slice(thread)
         return Operands(
