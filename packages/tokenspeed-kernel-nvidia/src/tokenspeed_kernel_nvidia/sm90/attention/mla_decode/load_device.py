@@ -123,7 +123,8 @@ class Loader:
         return at
 
     def has_turn(self, turn: Int32) -> cutlass.Boolean:
-        """Whether this CTA issues a load. In a cluster, the CTAs alternate: this CTA issues the loads for which ``turn`` is even."""
+        """Whether this CTA issues a load. In a cluster, the CTAs alternate: a CTA issues the loads for which its ``turn`` is
+        even."""
         return cutlass.Boolean(True) if self.config.cluster == 1 else turn % 2 == 0
 
     @cute.jit
