@@ -16,7 +16,8 @@ The kernel is persistent, warp-specialised and split-KV.
   cluster, both CTAs' warps arrive on *empty*, because a multicast load overwrites the stage in both CTAs. Queries go through the
   same rings as blocks.
 * Numerics: scores, softmax and accumulators are float32. P is rounded to 16 bits, or to e4m3 with an fp8 cache. The score warpgroup
-  computes row max and row sum. It passes rescale factors to the value warpgroups (`Notes`), which rescale their accumulators.
+  computes row max and row sum. It passes rescale factors to the value warpgroups (`Notes`), which rescale their accumulators. fp8
+  MMAs truncate their sums, so long sums are continued in global memory (`Fp8Config.summed`).
 * Limits: compute-bound with 128 heads, memory-bound with fewer heads.
 
 A second kernel (`merge_device`) merges partial results of split-KV. With an fp8 cache, `fp8_score_device`, `fp8_value_device` and
