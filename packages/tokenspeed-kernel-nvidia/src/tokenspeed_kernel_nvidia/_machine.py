@@ -15,12 +15,14 @@ from tokenspeed_kernel_base.platform import current_platform
 
 DSL = "nvidia-cutlass-dsl"
 NEEDED_DSL = (4, 8)
+# PTX of an empty kernel, for the driver's occupancy query.
 _NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
 
 
 @functools.cache
 def dsl_gap() -> str | None:
-    """Returns why the installed CuteDSL cannot be used; None if it can be used. Only package metadata is read."""
+    """Returns why the installed CuteDSL cannot be used; None if it can be used. Reads package metadata only, because importing
+    CuteDSL takes long."""
     needed = f"needs {DSL} >= {'.'.join(map(str, NEEDED_DSL))}"
     try:
         version = metadata.version(DSL)
@@ -74,6 +76,7 @@ def _clusters_of_gpu(device: int, most: int, size: int, threads: int, shared_byt
 
 def _clusters_at_once(most: int, size: int, threads: int, shared_bytes: int) -> int:
     """Returns the result of the driver's occupancy query for the current device; 0 if the driver returns an error."""
+    # The query needs some loaded function. Only its cluster size, threads and shared memory matter, and the launch sets these.
     driver: Any = importlib.import_module("cuda.bindings.driver")
     error, module = driver.cuModuleLoadData(_NOTHING)
     if error:

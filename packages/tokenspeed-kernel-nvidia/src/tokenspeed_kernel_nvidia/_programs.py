@@ -13,9 +13,11 @@ the device code. A program that is in neither a pack nor the cache is compiled.
 
 A cache file is a shared library, or an object file if there is no linker, followed by a checksum. CuteDSL loads object files. The
 file name contains a hash of the program's inputs: the sources of the declaring module and of all modules of this package that it
-imports, the configuration, the architecture, and the versions and settings of CuteDSL and TVM-FFI. If several processes need the
-same program, one process compiles it and the others wait. A damaged file is renamed with a warning, and the program is compiled
-again. If no cache can be written, each process compiles its programs.
+imports, the configuration, the architecture, and the versions and settings of CuteDSL and TVM-FFI. So after a change of a source,
+comments included, programs are compiled again.
+
+If several processes need the same program, one process compiles it and the others wait. A damaged file is renamed with a warning,
+and the program is compiled again. If no cache can be written, each process compiles its programs.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|
 _MARK = b"tokenspeed-kernel program"
 # CuteDSL's environment variables that change the machine code, without the prefix ``CUTE_DSL_``.
 _SETTINGS = ("DEBUG", "LINEINFO", "ENABLE_ASSERTIONS", "COMPILER_OPT", "COMPILER_BACKEND")
-# Seconds to wait for a program's lock. Compiling takes less, so a process that holds the lock for longer is stuck.
+# Seconds to wait for a program's lock. Compiling takes less, so a process that holds the lock for longer is stuck. The waiting
+# process then compiles the program too.
 _PATIENCE_S = 300.0
 # The compiler keeps its state in globals, so one thread compiles at a time.
 _compiler = threading.RLock()
@@ -179,7 +182,7 @@ class Program(Generic[ConfigT]):
     def is_kept(self, config: ConfigT) -> bool:
         """Whether the cache has an intact file of the program for this configuration."""
         file = self.file(config)
-        return file is not None and any(whole for _, whole in _kept(file))
+        return file is not None and any(whole for _, whole in _cache_files(file))
 
     def description(self, config: ConfigT) -> str:
         """Returns the program's name in messages of the compile policy."""
@@ -209,23 +212,23 @@ class Program(Generic[ConfigT]):
         return None if path is None else _loaded(path)
 
     def cached(self, config: ConfigT) -> Launch:
-        """Returns the program for a configuration, from a pack, from the cache, or compiled now. A call of the program also keeps
-        the returned function."""
+        """Returns the program for a configuration, from a pack, from the cache, or compiled now. Unlike a call of the object, this
+        method does not remember the returned function."""
         packed = self.packed(config)
         if packed is not None:
             return packed
         file = self.file(config)
         if file is None:
-            return _unkept(self._compiled(config))
+            return _for_this_process(self._compiled(config))
         found = _read(file)
         if found is not None:
             return found
         # Refuse before waiting for another process, because waiting takes as long as compiling.
         compilation.refuse_if_forbidden(self.description(config))
-        with _alone(file):
+        with _program_lock(file):
             found = _read(file)  # another process may have written the file meanwhile
             if found is None:
-                for path, whole in _kept(file):
+                for path, whole in _cache_files(file):
                     if not whole:
                         set_aside(path, f"the compiled program {path} is damaged, and compiled again")
                 compiled = self._compiled(config)
@@ -233,7 +236,7 @@ class Program(Generic[ConfigT]):
                     found = _read(file)
                     if found is None:
                         warn_once(f"compiled programs cannot be loaded from {file.parent}, and are compiled by every process")
-            return _unkept(compiled) if found is None else found
+            return _for_this_process(compiled) if found is None else found
 
 
 def _declared(module: str, name: str) -> Any:
@@ -307,7 +310,8 @@ def _imported(source: str, package: str) -> Iterator[str]:
 
 @functools.cache
 def toolchain() -> tuple[str, ...]:
-    """Returns the versions of the compiler and of the libraries to which programs are linked."""
+    """Returns the versions of the compiler and of the libraries to which programs are linked, the CUDA version of CuteDSL's runtime
+    (as the name of its folder), and the host's architecture."""
     runtime = _runtime()
     flavor = "unknown" if runtime is None else runtime.parent.parent.name
     return f"{DSL} {_version(DSL)}", flavor, f"apache-tvm-ffi {_version('apache-tvm-ffi')}", os.uname().machine
@@ -368,7 +372,7 @@ def _sealed(body: bytes) -> bytes:
     return body + _MARK + hashlib.sha256(body).digest()
 
 
-def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
+def _cache_files(file: Path) -> Iterator[tuple[Path, bool]]:
     """Yields the cache files whose path without suffix is ``file``, and whether the checksum of each is correct."""
     for path in (file.with_name(file.name + suffix) for suffix in SUFFIXES):
         with contextlib.suppress(OSError):
@@ -377,8 +381,8 @@ def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _read(file: Path) -> Launch | None:
-    """Loads the cached program whose path without suffix is ``file``; None if no intact cache file of this name loads."""
-    loaded = (_loaded(path) for path, whole in _kept(file) if whole)
+    """Loads the cached program whose path without suffix is ``file``; None if there is no intact cache file that loads."""
+    loaded = (_loaded(path) for path, whole in _cache_files(file) if whole)
     return next((launch for launch in loaded if launch is not None), None)
 
 
@@ -408,7 +412,7 @@ def _load_object(path: Path) -> Launch:
         return launch
 
 
-def _unkept(compiled: Any) -> Launch:
+def _for_this_process(compiled: Any) -> Launch:
     """Returns a compiled program for use in this process only, without a cache. If a temporary directory can be written, the
     program is linked and loaded from there, like a cached program."""
     launch: Launch = compiled
@@ -426,7 +430,8 @@ def _write(file: Path, compiled: Any) -> bool:
     part = part_of(file)
     beside, linked = part.with_name(part.name + ".o"), part.with_name(part.name + ".so")
     try:
-        beside.touch(exist_ok=False)  # raises OSError if the folder is not writable; the exporter would raise many kinds of errors
+        # If the folder is not writable, this raises OSError. The exporter would raise other errors.
+        beside.touch(exist_ok=False)
         compiled.export_to_c(str(beside), function_name=_FUNCTION, export_only_tvm_ffi_symbols=True)
         made = linked if _link(beside, linked) else beside
         replace_file(file.with_name(file.name + made.suffix), _sealed(made.read_bytes()))
@@ -453,7 +458,7 @@ def _link(source: Path, target: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _alone(file: Path) -> Iterator[None]:
+def _program_lock(file: Path) -> Iterator[None]:
     """Context manager that holds the lock of a program's cache file. If the lock cannot be acquired, the ``with`` block runs
     without the lock."""
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Provides kernels with outputs whose rows are contiguous and 16-byte aligned, as bulk copies require."""
+"""Outputs whose rows are contiguous and 16-byte aligned, as bulk copies require, even if the caller's ``out`` is not."""
 
 from __future__ import annotations
 

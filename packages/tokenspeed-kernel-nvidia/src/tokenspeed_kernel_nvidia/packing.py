@@ -23,8 +23,8 @@ COMPILER = _programs.COMPILER
 
 @dataclass(frozen=True)
 class _Postponed:
-    """A postponed compilation. Calling the object compiles the program, unless a pack or the cache has it already, and stores it in
-    the cache directory that `compiling_into` has set.
+    """A postponed compilation. Calling the object compiles the program into the cache directory that `compiling_into` has set. If a
+    pack or the cache has the program already, the call compiles nothing. Returns a `Compilation` with the seconds that this took.
 
     Attributes:
         program, config: the program and its configuration.
@@ -42,7 +42,7 @@ class _Postponed:
 
 
 class _NoLaunches(Backend):
-    """A backend that compiles programs as for a GPU, and launches nothing.
+    """A backend that compiles programs for a GPU, as kernel calls need them, and launches nothing.
 
     Args:
         postpone: function that receives the compilation of each program that is not in the cache. None to compile a program, or to
@@ -53,6 +53,7 @@ class _NoLaunches(Backend):
         self._postpone = postpone
 
     def load(self, program: _programs.Program[Any], config: Any) -> Launch:
+        """Returns a function that launches nothing. Compiles the program, or lets each call of the function postpone that."""
         postpone = self._postpone
         if postpone is None:
             program.cached(config)
@@ -62,7 +63,8 @@ class _NoLaunches(Backend):
         needed = _Postponed(program, config, calling_kernel() or Caller("", "", ""))
 
         def needs(*arguments: Any) -> None:
-            """Postpones the compilation. Calls that launch a program do so again, because the program is loaded only once."""
+            """Postpones the compilation. Each call that would launch the program does so again, although `load` runs only once, so
+            that every call reports the programs that it needs."""
             postpone(needed)
 
         needs()

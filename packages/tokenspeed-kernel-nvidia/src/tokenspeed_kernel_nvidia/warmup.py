@@ -64,7 +64,8 @@ def programs() -> list[Program[Any]]:
 
 
 def describe(program: Program[Any], config: Any) -> str:
-    """Returns the line that describes a program's configuration in listings. `select` looks for words in this line."""
+    """Returns the line that describes a program's configuration in listings: program, architecture, configuration. `select` looks
+    for words in this line."""
     return f"{program.name} {program.arch} {config}"
 
 
@@ -80,9 +81,9 @@ def select(words: Sequence[str] = (), *, every: bool = False) -> list[tuple[Prog
 
 
 def count_lines(selection: Iterable[tuple[Program[Any], Any]]) -> Iterator[str]:
-    """Yields one line per program, starting with the program that has the most configurations. A line has the number of
-    configurations. It then names each field of the configuration that has several values, with the number of values. The last line
-    is the total."""
+    """Yields one line per program, starting with the program that has the most configurations. A line has the program's number of
+    configurations. Then it names each field of the configuration that has several values, with the number of values, because these
+    numbers multiply the number of programs. The last line is the total."""
     configs: dict[Program[Any], list[Any]] = {}
     for program, config in selection:
         configs.setdefault(program, []).append(config)
@@ -116,7 +117,7 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Gen
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=os.setpgid, initargs=(0, 0)) as pool:
         try:
-            with _deaf_to_interrupts():
+            with _interrupts_ignored():
                 running = [pool.submit(_warm, program, config) for program, config in selection]
             yield from (done.result() for done in as_completed(running))
         except BaseException:  # the generator was interrupted or closed early
@@ -126,8 +127,9 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Gen
 
 
 @contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """A context manager: processes that start inside its block ignore Ctrl-C. The parent process handles Ctrl-C and ends them."""
+def _interrupts_ignored() -> Iterator[None]:
+    """Context manager: processes that start inside the ``with`` block ignore Ctrl-C. The parent process handles Ctrl-C and ends
+    them."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
@@ -168,11 +170,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns its exit code: 1 if a compilation failed, 130 if it was interrupted (Ctrl-C), 0 otherwise."""
     parser = argparse.ArgumentParser("python -m tokenspeed_kernel_nvidia.warmup", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", metavar="WORD", help="only configurations whose line in --list has all these words")
-    parser.add_argument("--arch", help="only for this architecture, as sm_90a")
-    parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0))), help="processes (default: the cores)")
-    parser.add_argument("--every", action="store_true", help="also what only calls get that ask for a kernel by its name")
-    parser.add_argument("--list", action="store_true", help="say what there is, and compile nothing")
-    parser.add_argument("--count", action="store_true", help="count the configurations of each program, and compile nothing")
+    parser.add_argument("--arch", help="only for this architecture, for example sm_90a")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, len(os.sched_getaffinity(0))), help="number of processes (default: number of cores)"
+    )
+    parser.add_argument("--every", action="store_true", help="also kernels that calls use only by name")
+    parser.add_argument("--list", action="store_true", help="list configurations, and whether each is cached; compile nothing")
+    parser.add_argument("--count", action="store_true", help="count each program's configurations; compile nothing")
     options = parser.parse_args(arguments)
     selection = [
         (program, config) for program, config in select(options.words, every=options.every) if options.arch in (None, program.arch)

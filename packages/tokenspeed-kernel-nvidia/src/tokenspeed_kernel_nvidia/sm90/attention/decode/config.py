@@ -78,7 +78,8 @@ class Config:
         fp8: whether the caches are e4m3. K and V are converted to float16 in registers, and queries are converted to float16 too.
         capped: whether scores are capped by ``logit_cap``.
         abreast: number of KV heads whose vectors are side by side in a row of a K/V tile. With two heads of 64 in fp8, a tile's
-            rows have 128 bytes instead of 64. Each of the two heads has eight query rows.
+            rows have 128 bytes instead of 64. Each of the two heads has eight query rows, so the two heads fill the 16 rows of an
+            MMA. See `mma_device.Consumers.load_queries`.
         swap_ab: swap-AB: whether keys and values are the A operands of MMAs, see `swap_ab_device`.
     """
 
@@ -125,7 +126,7 @@ class Config:
     @property
     def row_warps(self) -> int:
         """The number of consumer warps among which the query rows are divided. Each of these warps processes all keys of a K/V
-        tile. The division limits a warp's accumulators to 64 registers per thread.
+        tile. For head dims of at most 128, the division limits a warp's output accumulators to 64 registers per thread.
         """
         return max(1, self.rows // (32 if max(self.head_dim, self.v_head_dim) == 64 else 16))
 
@@ -136,7 +137,8 @@ class Config:
 
     @property
     def readers(self) -> int:
-        """The number of consumer warps that read each K/V tile. Each arrives once at the tile's *empty* barrier."""
+        """The number of consumer warps that read each ring stage. Each arrives once at the stage's *empty* barrier. The warps read
+        the same tile for different query rows, or with ``heads`` > 1 the tiles of different KV heads."""
         return self.row_warps * self.heads
 
     @property

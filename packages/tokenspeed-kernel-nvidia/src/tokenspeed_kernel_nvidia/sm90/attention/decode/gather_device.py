@@ -45,8 +45,8 @@ class Gatherer:
 
     @cute.jit
     def load(self, call: Call, k: CacheRows, v: CacheRows):
-        """Fills the ring with the CTA's K/V tiles. Sequence lengths are loaded one sequence ahead, and page indices one tile
-        ahead."""
+        """Fills the ring with the CTA's K/V tiles. Sequence lengths are loaded two sequences ahead, and page indices one tile
+        ahead. Each lane arrives on a stage's *full* barrier when its own cp.async copies have completed."""
         c = self.config
         sequence, length, offset, left, step = self.work.plan(call)
         # Page indices of a tile's keys: 32 keys per element, one key per lane.

@@ -59,12 +59,19 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 class Decode:
     """The decode kernel of one configuration.
 
-    The grid is (CTAs that cover all KV heads, CTA groups), with `Config.resident` CTAs per SM. A CTA has four consumer warps and
-    one producer warp. The producer finds the CTA's range of K/V tiles and publishes the range in shared memory (``plan``). The
-    producer then fills a ring of K/V tiles by TMA, or by cp.async if a page holds one token. The ring takes all remaining shared
-    memory, so that as many tiles as possible are in flight. The consumers compute scores, online softmax and P @ V with mma.sync
-    from the ring. They merge their partial results through shared memory. Partial results of several CTAs are merged through a
-    workspace in global memory.
+    * CTAs: the grid is (CTAs that cover all KV heads, CTA groups), with `Config.resident` CTAs per SM. A CTA has four consumer
+      warps and one producer warp.
+    * The producer warp finds the CTA's range of K/V tiles, and publishes the range in shared memory (``plan``). It then fills a
+      ring of K/V tiles by TMA, or by cp.async if a page holds one token.
+    * The consumer warps compute scores, online softmax and P @ V with mma.sync from the ring. They merge their partial results
+      through shared memory. Partial results of several CTAs are merged through a workspace in global memory.
+    * Shared memory: the ring takes all that is left by the partial results, so that as many tiles as possible are in flight. A
+      stage has a tile's keys, then its values, in panels with swizzled rows of 128 or 64 bytes (`Row`, `Panels`).
+    * Synchronisation: *full* and *empty* mbarriers per stage. Named barriers: PLANNED when the plan has been written, MERGE for the
+      consumer warps in the epilogue.
+    * Numerics: scores, softmax and accumulators are float32. P is rounded to 16 bits for P @ V. Partial results are float32, and
+      merged in a fixed order, so results are bitwise deterministic.
+    * Limits: memory-bound; in short windows, the latency of dependent loads (length, page index, keys).
     """
 
     def __init__(self, config: Config) -> None:
@@ -171,7 +178,7 @@ class Decode:
             storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
             storage.tiles.data_ptr(),
         )  # fmt: skip
-        begun = Barriers(storage.begun.data_ptr())  # completed once the preceding kernel has ended
+        begun = Barriers(storage.begun.data_ptr())  # completes when the preceding kernel has ended; stops the L2 prefetch
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(c.stages):
@@ -186,6 +193,8 @@ class Decode:
         else:
             self.prefetch_lines(call)
         if const_expr(not c.split):
+            # The prefetch below polls `begun`, so its initialisation must be visible. With split-KV there is no early prefetch, and
+            # PLANNED orders the initialisation of all barriers before their use by consumers.
             cute.arch.sync_threads()
             if const_expr(not c.gathered):
                 if warp == PREFETCH_WARP:

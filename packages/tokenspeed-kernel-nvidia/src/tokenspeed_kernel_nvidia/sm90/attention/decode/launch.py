@@ -76,6 +76,7 @@ def _rows(wanted: int) -> int:
 
 @program(arch=ARCH, configs=every_config, usual=usual_configs)
 def decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    """The decode kernel of `kernel_device`, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.decode import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
@@ -95,7 +96,8 @@ def _program_of(
     close: bool,
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
-    """Returns the compiled kernel for a call, the number of CTA groups, and the number of float32 elements for partial results."""
+    """Returns the compiled kernel for a call, the number of CTA groups, and the number of float32 elements for partial results: two
+    per CTA group, each with accumulator, row max and row sum of all query rows."""
     rows = _rows(heads // kv_heads * q_len)
     config = config_of(DTYPES[dtype], widths, page_size, rows, work, cache != dtype, capped, close and kv_heads % 2 == 0)
     groups = max(1, config.resident * sm_count_of(device) * config.heads * config.abreast // kv_heads)
@@ -155,10 +157,12 @@ def mha_decode_with_kvcache(
         if shown > WHOLE:
             workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 4 * floats, groups * kv_heads)
             partial_at, counters_at = workspace.memory_at, workspace.counters_at
-            if groups > MERGE_BATCH * batch:  # fewer CTAs, at least one per SM, leave fewer partial results to merge
+            # With so many groups per sequence, a merge takes several batches. Fewer groups, but at least one CTA per SM, leave
+            # fewer partial results.
+            if groups > MERGE_BATCH * batch:
                 groups = max(MERGE_BATCH * batch, groups // 2)
         elif groups > batch:
-            groups = batch
+            groups = batch  # sequences are not split, so further groups would have no work
         sinks, *its = sinks_at(sinks)
         lse_at = 0 if lse is None else lse.data_ptr()
         sizes = max_seqlen_q, max_seqlen_k, window_left, groups

@@ -28,7 +28,8 @@ class Loader:
 
     @cute.jit
     def load(self, call: Call, k: Tma, v: Tma):
-        """Fills the ring with the CTA's K/V tiles. Sequence lengths and page indices are loaded one sequence ahead."""
+        """Fills the ring with the CTA's K/V tiles. Sequence lengths are loaded two sequences ahead and page indices one sequence
+        ahead, to hide the latency of these dependent loads. Boxes that no query sees are not loaded."""
         c = self.config
         box, boxes, block = self.shapes.box, self.shapes.boxes, c.block
         lane = cute.arch.lane_idx()
@@ -37,7 +38,7 @@ class Loader:
         k_to, k_from = self.partition(call, k, self.shapes.keys)
         v_to, v_from = self.partition(call, v, self.shapes.values)
 
-        box_bytes = c.kv_bytes * c.stage_elements // boxes
+        box_bytes = c.kv_bytes * c.stage_elements // boxes  # of keys and values, all KV heads and panels
         index = Int32(0)  # index of a tile in the CTA's range
         next_length = self.shapes.length_of(call, sequence + step)
         begin, first, count = self.shapes.visible(call, length)

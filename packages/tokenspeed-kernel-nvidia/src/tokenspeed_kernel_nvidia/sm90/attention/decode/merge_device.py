@@ -36,7 +36,8 @@ class Sums:
 
     Attributes:
         acc: ``[tile of query rows, group of 8 columns, element]``, see `registers_device`.
-        row_max, row_sum: ``[tile of query rows, row]``; row_sum covers this lane's columns only.
+        row_max, row_sum: ``[tile of query rows, row]``. ``row_max`` is not scaled; `Merger.scale` makes it a base-2 exponent.
+            ``row_sum`` covers this lane's keys only, so it is summed over the quad at the end.
         scale: factors of q @ k with an fp8 cache: ``scale`` or ``cap_scale`` of the call, times the key scale, times the inverse of
             the factor that scaled q to float16. There is one factor for each of the KV heads that are side by side.
     """
@@ -110,7 +111,8 @@ class Merger:
 
     @cute.jit
     def store_partial(self, call: Call, sums: Sums):
-        """Stores a consumer warp's partial results in shared memory, for `merge_warps`."""
+        """Stores a consumer warp's partial results in shared memory, for `merge_warps`. The stored row max is scaled, that is, a
+        base-2 exponent."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
@@ -131,8 +133,11 @@ class Merger:
 
     @cute.jit
     def merge_warps(self, call: Call):
-        """Merges the partial results of a CTA's warps for a sequence. Writes the output, or, with split-KV, a partial result that
-        the sequence's last CTA merges. Then updates the plan (the CTA's progress in shared memory) for the CTA's next sequence."""
+        """Merges the partial results of a CTA's warps for a sequence. Writes the output if this CTA has computed the whole
+        sequence. Otherwise (split-KV) writes a partial result, which the last CTA to arrive merges. Then updates the plan (the
+        CTA's progress in shared memory) for the CTA's next sequence. A thread merges four adjacent elements of an output row at a
+        time.
+        """
         c = self.config
         rows, parts = c.rows, c.parts
         thread, _, _ = cute.arch.thread_idx()
@@ -196,20 +201,22 @@ class Merger:
         """
         thread, _, _ = cute.arch.thread_idx()
         if partials > 1:
+            # All threads have stored their elements of the partial result before thread 0 releases them to the other CTAs.
             cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
             if thread == 0:
                 counter = cute.make_ptr(Int32, call.counters, cute.AddressSpace.gmem) + (first_group * call.kv_heads + call.kv_head)
                 before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
                 call.plan[BEFORE] = before
                 if before == partials - 1:
-                    counter[0] = Int32(0)
+                    counter[0] = Int32(0)  # for the next launch
             cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
             if call.plan[BEFORE] == partials - 1:
                 self.merge_partials(call, sequence, first_group, partials)
 
     @cute.jit
     def merge_partials(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):
-        """Merges the partial results of a sequence from all its CTA groups, in a fixed order, MERGE_BATCH at a time."""
+        """Merges the partial results of a sequence from all its CTA groups, in a fixed order, MERGE_BATCH at a time. All loads of a
+        batch are in flight at once. Indices beyond the last partial result repeat it, with weight 0."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         for item in cutlass.range((self.config.rows * self.shapes.fours + MERGERS - 1) // MERGERS, unroll=1):
@@ -222,6 +229,7 @@ class Merger:
                 merged = cute.make_rmem_tensor((4,), Float32)
                 merged.fill(0.0)
                 for begin in cutlass.range(0, partials, MERGE_BATCH, unroll=1):
+                    # Other SMs have written these results. So load from L2 (cg), because L1 may have stale lines.
                     sums = []
                     results = []
                     for each in cutlass.range_constexpr(MERGE_BATCH):
@@ -261,12 +269,16 @@ class Merger:
 
     @cute.jit
     def normalise(self, row_max: Float32, row_sum: Float32, sink: Float32):
-        """Returns the factor that normalises a row's accumulator, and the row's LSE. Both include the sink."""
+        """Returns the factor that normalises a row's accumulator, and the row's LSE (natural logarithm). Both include the sink. A
+        row without visible keys and without a sink gets the factor 0 and the LSE -inf. ``row_max`` and ``sink`` are base-2
+        exponents.
+        """
         raised, decay = raise_to(row_max, sink)
         total = row_sum * decay + exp2(sink - raised)
         return cutlass.select_(total == 0.0, Float32(0.0), decay / total), (raised + cute.math.log2(total)) * LN2
 
     @cute.jit
     def write_lse(self, call: Call, sequence: Int32, token: Int32, q_head: Int32, logarithm: Float32):
+        """Writes the LSE of a query head and a token. ``token``: the token's index among the sequence's new tokens."""
         at = (Int64(sequence) * call.q_len + token) * (call.kv_heads * self.config.abreast * call.gqa_ratio) + q_head
         cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[at] = logarithm

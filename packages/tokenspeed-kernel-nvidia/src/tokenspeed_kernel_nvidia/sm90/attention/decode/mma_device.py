@@ -1,4 +1,9 @@
-"""The consumer warps of `kernel_device`: attention of a warp's query rows to the warp's K/V tiles."""
+"""The consumer warps of `kernel_device`: attention of a warp's query rows to the warp's K/V tiles.
+
+All MMAs are mma.sync.m16n8k16. The queries are the A operand of q @ k, and stay in registers for a whole sequence. The keys are
+the B operand, loaded from shared memory by ldmatrix. The accumulator of q @ k has the layout of the A operand of P @ V, so a lane
+uses its own probabilities, without a shuffle.
+"""
 
 # mypy: ignore-errors
 
@@ -40,7 +45,11 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import (
 
 
 class Consumers:
-    """The consumer warps: q @ k and P @ V with mma.sync, online softmax in registers."""
+    """The consumer warps: q @ k and P @ V with mma.sync, online softmax in registers.
+
+    The methods' arguments ``queries`` and ``sums`` are a warp's A fragments ``[tile of 16 query rows, k-step, register]``, and its
+    softmax state and output accumulators.
+    """
 
     def __init__(self, shapes: Shapes, merger: Merger, swap_ab: SwapAb) -> None:
         self.config = shapes.config
@@ -67,8 +76,11 @@ class Consumers:
 
     @cute.jit
     def consume_tiles(self, call: Call, thread: Int32, queries: cute.Tensor, sums: Sums):
-        """Computes one KV head by all consumer warps. The warps take the head's K/V tiles round-robin, and merge their partial
-        results at the end of each sequence."""
+        """Computes one KV head by all consumer warps, one sequence of the CTA's range after another.
+
+        The warps take the K/V tiles of the CTA's range round-robin, across the ends of sequences. So a warp always uses the same
+        ring stages, see `Config.stages`. At the end of each sequence, the warps merge their partial results.
+        """
         c = self.config
         parts = c.parts
         first_row = thread // 32 // parts * (16 * self.shapes.tiles)
@@ -87,8 +99,9 @@ class Consumers:
             if const_expr(c.split):
                 count = cutlass.min(count, call.plan[LEFT])
             self.load_queries(call, sequence, call.kv_head, first_row, queries, sums)
-            # Find this warp's next tile. `parts` is added to keep the dividend positive, because a remainder has the dividend's
-            # sign.
+            # This warp's tiles are those whose index in the CTA's range is congruent to the warp's number modulo `parts`. Find the
+            # first of them at or after tile number `done`. `parts` is added to keep the dividend positive, because a remainder has
+            # the dividend's sign.
             turn = (opt_barrier(thread) // 32 % parts - done % parts + parts) % parts
             index = done + cute.arch.make_warp_uniform(turn)
             self.walk(call, Int32(0), index, done + count, first + offset - done, length, begin, first_row, queries, sums)
@@ -122,7 +135,12 @@ class Consumers:
 
     @cute.jit
     def load_queries(self, call: Call, sequence: Int32, first_kv_head: Int32, first_row: Int32, queries: cute.Tensor, sums: Sums):
-        """Loads a warp's query rows of a sequence as A fragments, and resets softmax state and accumulators."""
+        """Loads a warp's query rows of a sequence as A fragments, and resets softmax state and accumulators. Rows without a query
+        are zeros.
+
+        With two KV heads abreast, a row of the A operand spans the columns of both heads. The row is zero in the columns of the
+        other head, so one MMA chain over all columns computes the row's scores with its own head's keys.
+        """
         c = self.config
         lane = cute.arch.lane_idx()
         own_row = opt_barrier(first_row + lane // 4)
@@ -200,7 +218,7 @@ class Consumers:
 
         Args:
             tiles_at: byte offset of the warp's tiles in a ring stage.
-            shift: the difference between a tile's index in the sequence and its index in the CTA's range.
+            shift: what to add to a tile's index in the CTA's range to get its index in the sequence.
             length, begin: the sequence's length, and the first position that a query sees.
             first_row: the warp's first query row.
         """
@@ -229,11 +247,15 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """Does one step of attention: accumulates one tile of keys and values, which begins at position ``start`` of the
-        sequence."""
+        """Does one step of attention: scores, mask, softmax and P @ V of one K/V tile, which begins at position ``start`` of the
+        sequence.
+
+        Args:
+            tile_at, values_at: shared-memory addresses of the tile's keys, and of its values.
+        """
         c = self.config
         values_at = tile_at + self.shapes.values.begin * c.kv_bytes
-        # Positions without a token may hold NaN, and 0 * NaN is not 0. So zero V there.
+        # Positions without a token may hold NaN. Their probabilities are 0, but 0 * NaN is not 0, so zero V there.
         if start < begin or start + c.block > length:
             self.clear_values(values_at, start, length, begin)
         if const_expr(c.swap_ab):
@@ -253,7 +275,7 @@ class Consumers:
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """Does the rest of `attend` if swap-AB is not used: queries are the A operand."""
+        """The steps of `attend` without swap-AB, with queries and probabilities as the A operands."""
         c = self.config
         scores = self.qk_mma_fp8(tile_at, queries) if const_expr(c.fp8) else self.qk_mma(tile_at, queries)
         if const_expr(c.capped):
@@ -284,7 +306,8 @@ class Consumers:
 
     @cute.jit
     def clear_values(self, values_at: Int32, start: Int32, length: Int32, begin: Int32):
-        """Zeroes V of a tile, in shared memory, at the positions that no query sees."""
+        """Zeroes V of a tile, in shared memory, at the positions that no query sees. If several warps read the tile, each of them
+        zeroes the same rows, so no barrier is needed."""
         c = self.config
         lane = cute.arch.lane_idx()
         for each in cutlass.range_constexpr((c.block * self.shapes.values.count + 31) // 32):
@@ -294,12 +317,14 @@ class Consumers:
                 for chunk in cutlass.range_constexpr(self.shapes.values.row_bytes // 16):
                     at = row // c.block * self.shapes.values.bytes + self.shapes.values.row_at(row % c.block)
                     store_floats("shared", values_at + at + chunk * 16, [Float32(0.0)] * 4)
+        # Order these stores (generic proxy) before the TMA load (async proxy) that will refill the stage.
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
 
     @cute.jit
     def qk_mma(self, tile_at: Int32, queries: cute.Tensor):
-        """Computes the scores q @ k of a warp's rows and a tile's keys: ``[tile of query rows, group of 8 keys, element]``."""
+        """Computes the scores q @ k of a warp's rows and a tile's keys: ``[tile of 16 query rows, group of 8 keys, element]``. An
+        ldmatrix loads the B operands of two k-steps: 32 columns of eight keys."""
         c = self.config
         lane = cute.arch.lane_idx()
         lane_row = lane % 8
@@ -375,8 +400,10 @@ class Consumers:
     def softmax_step(self, call: Call, scores: cute.Tensor, sums: Sums):
         """Does one step of online softmax. Returns the tile's probabilities, rounded to 16 bits, as the A operand of P @ V.
 
-        The row max is the maximum of unscaled scores. Accumulators are rescaled only if a row max, times the scale, grew by more
-        than LAZY.
+        ``sums.row_max`` is a maximum of unscaled scores. It is raised, and accumulators are rescaled, only if some row's scaled
+        maximum grew by more than LAZY. Until then, probabilities may be as large as 2^LAZY, which a 16-bit float can hold. The
+        output does not depend on this, because the row sum has the same factor. For the check, each lane compares its own maximum,
+        and the warp votes. So a step without a rescale needs no shuffles.
         """
         c = self.config
         keys = c.block // 8
@@ -422,7 +449,7 @@ class Consumers:
 
     @cute.jit
     def pv_mma(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
-        """Adds P @ V of a tile to the accumulator."""
+        """Adds P @ V of a tile to the accumulator. V is loaded by ldmatrix.trans, because its rows are the MMA's k."""
         c = self.config
         lane = cute.arch.lane_idx()
         lane_row = lane % 8
@@ -450,7 +477,7 @@ class Consumers:
     @cute.jit
     def pv_mma_fp8(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
         """Like `pv_mma`, for fp8 V. ldmatrix transposes pairs of bytes. So an MMA computes only the even or only the odd columns of
-        each group of 16."""
+        each group of 16, and `Merger.own_columns` puts adjacent columns together again."""
         c = self.config
         panels = self.shapes.values
         lane = cute.arch.lane_idx()

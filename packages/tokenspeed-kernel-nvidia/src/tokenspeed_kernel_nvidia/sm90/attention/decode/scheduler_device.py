@@ -28,7 +28,8 @@ AT_ONCE = 8  # sequence lengths that a lane loads per round
 
 @dataclass(frozen=True)
 class Work:
-    """Divides a call's sequences among CTA groups: the object ``work`` of `split_kv_device`."""
+    """Divides a call's K/V tiles (without split-KV: its sequences) among CTA groups. This is the object ``work`` of
+    `split_kv_device`."""
 
     config: Config
     shapes: Shapes
@@ -48,7 +49,7 @@ class Work:
         of all sequences."""
         c = self.config
         per_group = (total + call.groups - 1) // call.groups
-        if const_expr(c.block == 16):  # a multiple of the number of warps, so that all warps have the same number of tiles
+        if const_expr(c.block == 16):  # a multiple of `parts`, so that all consumer warps have the same number of tiles
             per_group = (per_group + c.parts - 1) // c.parts * c.parts
         return per_group, Int32(0)
 

@@ -4,6 +4,9 @@ mma.m16n8k16 has 16 rows and 8 columns. With up to eight query rows as its rows,
 registers of queries and accumulators are padding too, which is too expensive for wide heads. In this module, keys (or columns of V)
 are the rows of the MMA, and query rows its columns. Lane ``4 g + t`` holds the scores of query rows 2 t and 2 t + 1 with keys g and
 g + 8 of each group of 16. For the same query rows, the lane holds output columns 2 g and 2 g + 1 of each group of 16.
+
+The accumulator of k @ q.T has keys as rows, but the B operand of V.T @ P.T needs each lane's keys to be adjacent. So `softmax`
+transposes each 8 x 8 matrix of probabilities between lanes.
 """
 
 # mypy: ignore-errors
@@ -159,7 +162,8 @@ class SwapAb:
 
     @cute.jit
     def store_partial(self, call: Call, sums: Sums):
-        """Stores a consumer warp's partial results in shared memory, for `Merger.merge_warps`."""
+        """Stores a consumer warp's partial results in shared memory, for `Merger.merge_warps`: the counterpart of
+        `Merger.store_partial`. The stored row max is scaled, that is, a base-2 exponent."""
         c = self.config
         thread = opt_barrier(cute.arch.thread_idx()[0])
         lane = thread % 32

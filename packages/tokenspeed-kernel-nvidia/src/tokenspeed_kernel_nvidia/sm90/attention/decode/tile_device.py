@@ -19,7 +19,9 @@ THREADS = 32 * (CONSUMERS + 1)
 # that remain (without split-KV: of sequences), the number of completed tiles, the number of tiles of a group's full range, and the
 # previous value of the sequence's arrival counter.
 SEQUENCE, OFFSET, LEFT, DONE, PER_GROUP, BEFORE = range(6)
-LAZY = 8.0  # how much a row max, in units of log2, may grow before the accumulators are rescaled
+# How much a row max, in units of log2, may grow before the accumulators are rescaled (lazy rescaling). Probabilities are then at
+# most 2^8, far from the largest float16 value.
+LAZY = 8.0
 PLANNED = 1  # the named barrier at which consumer warps wait until the producer warp has written the plan
 
 
@@ -196,7 +198,8 @@ class Shapes:
 
     @cute.jit
     def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
-        """Loads a sequence's length, clamped to max_seqlen_k. For an index beyond the batch, returns the last sequence's length.
+        """Loads a sequence's length, clamped to at most max_seqlen_k and at least 0. For an index beyond the batch, returns the
+        last sequence's length, because callers load ahead.
         ``early``: whether other threads may still write the length (see `load_int`).
         """
         length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
@@ -204,8 +207,8 @@ class Shapes:
 
     @cute.jit
     def visible(self, call: Call, length: Int32):
-        """Returns the first position of a sequence that a query sees, the tile of this position, and the number of visible tiles,
-        at least 1. ``length``: the sequence's length."""
+        """Returns the first position of a sequence that a query sees, the tile of this position, and the number of visible tiles.
+        The number is at least 1, so that the output of an empty sequence is written too. ``length``: the sequence's length."""
         begin = cutlass.select_(call.window_left >= 0, cutlass.max(length - call.q_len - call.window_left, 0), Int32(0))
         first = begin // self.config.block
         return begin, first, cutlass.max((length + self.config.block - 1) // self.config.block - first, 1)

@@ -1,4 +1,4 @@
-"""Configurations for which `mla_decode` is compiled.
+"""The configurations of the MLA decode kernel: tiles, stages and registers.
 
 Terms of these modules: a *work item* is a tile of new tokens of one sequence, with all heads. A *block* is 64 tokens of the cache.
 A block's latents are loaded in *chunks* of 128 columns, each with its own barriers. A *group* is the set of CTAs, usually a
@@ -27,9 +27,11 @@ class Config:
 
     A CTA has a tile of 64 query rows, and three consumer warpgroups. The score warpgroup keeps as many columns of Q in registers as
     fit. It computes scores and probabilities of a block of 64 tokens, and stores the probabilities in shared memory. The two value
-    warpgroups compute half of the output's columns each. In the more usual division of work, each of two warpgroups computes the
-    scores of its own block. That division keeps all of Q in shared memory. A 64 x 64 MMA then reads as many bytes of Q as of K.
-    Together these are 128 bytes per clock, the full bandwidth of shared memory.
+    warpgroups compute half of the output's columns each.
+
+    In the more usual division of work, each of two warpgroups computes the scores of its own block, and all of Q is in shared
+    memory. A 64 x 64 MMA then reads as many bytes of Q as of K. Together these are 128 bytes per clock, the full bandwidth of
+    shared memory.
 
     Attributes:
         dtype: dtype of q, the cache and the output.
@@ -72,9 +74,9 @@ class Config:
         """Whether the score warpgroup signals a block's probabilities to the value warpgroups as soon as they are stored. Otherwise
         it signals them after it has issued the next block's q @ k.
 
-        A compute-bound kernel (two CTAs, 128 heads) defers P @ V to the time of the next softmax, when no q @ k is in flight. With
-        one CTA, which has at most half of the rows, the kernel is memory-bound. Blocks should then be released early, to free their
-        ring stages.
+        A compute-bound kernel (two CTAs, 128 heads) defers P @ V to the time of the next softmax, when no q @ k is in flight. So
+        the tensor cores are busy during the softmax. With one CTA, which has at most half of the rows, the kernel is memory-bound.
+        Blocks should then be released early, to free their ring stages.
         """
         return self.cluster == 1
 
@@ -95,7 +97,8 @@ class Config:
 
     @property
     def query_chunks(self) -> int:
-        """The number of stages of the latent ring that a work item's queries occupy while they are loaded."""
+        """The number of stages of the latent ring that a work item's queries occupy while they are loaded. Queries go through the
+        rings, because no other shared memory is left for a whole Q tile."""
         return 4
 
     @property
@@ -168,7 +171,7 @@ class Config:
 
     @property
     def value_registers(self) -> int:
-        """Registers of each thread of a value warpgroup. The accumulator takes 128 of these registers."""
+        """Registers of each thread of a value warpgroup. The accumulators (64 x 256 per warpgroup) take 128 of these registers."""
         return 160
 
 

@@ -1,4 +1,4 @@
-"""Configurations for which `mla_decode` with an fp8 cache is compiled."""
+"""The configurations of the MLA decode kernel with an fp8 cache."""
 
 from __future__ import annotations
 

@@ -50,11 +50,14 @@ class Fp8QkMma:
     every_factor = True  # `Notes` also hold the rescale factors of rows whose max has not grown, which are 1
 
     def make_mmas(self) -> QkMmas:
+        """Returns the tiled MMAs of 64 query rows by 64 keys."""
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
         op = warpgroup.MmaF8Op(FP8, FP8, Float32, (ROWS, ROWS, STEP), *operands)
         return QkMmas(cute.make_tiled_mma(op, cute.make_layout((1, 1, 1))), make_qk_mma(FP8, ROWS))
 
     def operands(self, call: Call, mmas: QkMmas, thread: Int32) -> Operands:
+        """Returns this thread's operands of q @ k. Those in shared memory (``others``) are the low parts of 16-bit queries, or None
+        with e4m3 queries. ``thread``: its index in the score warpgroup."""
         kept, others = mmas.kept.get_slice(thread), mmas.others.get_slice(thread)
         q = kept.make_fragment_A(kept.partition_shape_A((ROWS, self.config.kept)))
         keys = [
@@ -228,6 +231,7 @@ def scale_of(call: Call) -> Float32:
 
 
 def put_words(words: cute.Tensor, step: int, four: list) -> None:
+    """Puts the four words of a k-step's A fragment into the registers ``words``."""
     for each in range(4):
         words[step * 4 + each] = four[each]
 

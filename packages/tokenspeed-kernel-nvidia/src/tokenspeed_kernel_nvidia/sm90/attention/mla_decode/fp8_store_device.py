@@ -39,6 +39,8 @@ class Fp8Store:
 
     @cute.jit
     def partial(self, call: Call, out: Accumulators, item: Int32, half: Int32, split: Split):
+        """Stores the value warpgroup's columns of a work item's partial result in float32, times the cache's scale. Value warpgroup
+        0 also stores row max and row sum."""
         thread = thread_of_values()
         sums_at, values_at = self.results.partial_at(call, split.first_group, self.sums.group_of(call) - split.first_group)
         _, _, tokens = self.work.tile_of(call, item)
@@ -55,6 +57,8 @@ class Fp8Store:
 
     @cute.jit
     def output(self, call: Call, out: Accumulators, item: Int32, half: Int32):
+        """Normalises the value warpgroup's columns of a work item, and stores them as output, two columns at a time. Value
+        warpgroup 0 also stores the LSE."""
         scale = value_scale(call)
         for pair in cutlass.range_constexpr(GROUPS // 2):
             for c in cutlass.range_constexpr(2):
@@ -80,6 +84,7 @@ class Fp8Store:
 
 @cute.jit
 def value_scale(call: Call) -> Float32:
+    """Returns the cache's scale, the factor of P @ V."""
     return Scales(call.kv_scale, Int32(0)).of(Int32(0))
 
 

@@ -1,7 +1,8 @@
 """The output accumulators in global memory that `mla_decode` uses with an fp8 cache.
 
 After every `Fp8Config.summed` blocks, the accumulators in registers are added to float32 accumulators in global memory. Longer sums
-of fp8 MMAs would be inaccurate, because the tensor cores truncate the terms of each MMA.
+of fp8 MMAs would be inaccurate, because the tensor cores truncate the terms of each MMA. Registers and shared memory have no room
+for second accumulators.
 """
 
 # mypy: ignore-errors
@@ -44,7 +45,7 @@ class MemorySums:
     @cute.jit
     def begin(self, call: Call, factor: Float32):
         """Sets the rescale factors of all rows' accumulators in global memory to ``factor``: 0 while that memory holds no
-        accumulators yet, otherwise 1."""
+        accumulators yet, otherwise 1. Rescales between two additions only multiply these factors, see `Fp8PvMma.rescale`."""
         thread = thread_of_values()
         meet_others(thread)
         (self.factors_of(call, thread >> 7) + (thread & 127))[0] = factor

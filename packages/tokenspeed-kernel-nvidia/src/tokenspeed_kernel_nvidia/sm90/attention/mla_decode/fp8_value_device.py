@@ -77,14 +77,17 @@ class Fp8PvMma:
     sums: MemorySums
 
     def make_mma(self) -> cute.TiledMma:
+        """Returns the tiled MMA of 64 latent columns by 64 query rows."""
         return make_pv_mma(FP8, ROWS)
 
     def operands(self, call: Call, mma: cute.TiledMma, part: Any) -> ValueOperands:
+        """Returns the MMA atom and the operands of this thread. ``part``: the thread's slice of ``mma``."""
         values = part.make_fragment_A(part.partition_shape_A((ROWS, self.config.value_buffers * ROWS)))
         probs = part.make_fragment_B(part.partition_B(self.memory.ropes.tiles(call.storage.ropes, dtype=FP8)))
         return ValueOperands(accumulating(mma), values, cute.recast_tensor(values, Uint32), probs)
 
     def accumulators(self, part: Any) -> list:
+        """Returns this thread's accumulators: one for each tile of 64 latent columns that its warpgroup computes."""
         return [cute.make_rmem_tensor(part.partition_shape_C((ROWS, ROWS)), Float32) for _ in range(OWN * TILES)]
 
     def make_sums(self) -> tuple:

@@ -12,6 +12,12 @@ The kernel is persistent, warp-specialised and split-KV.
   store results (`store_device`) at the addresses of `results_device`.
 * In flight: 11 chunks of 16 KB, almost three blocks. With an fp8 cache: 21 to 24 chunks of 8 KB, more than five blocks. q @ k of a
   block overlaps P @ V of the preceding block.
+* Synchronisation: *full* and *empty* mbarriers per latent chunk and per rotary stage, and ``probs_full`` per rotary stage. In a
+  cluster, both CTAs' warps arrive on *empty*, because a multicast load overwrites the stage in both CTAs. Queries go through the
+  same rings as blocks.
+* Numerics: scores, softmax and accumulators are float32. P is rounded to 16 bits, or to e4m3 with an fp8 cache. The score warpgroup
+  computes row max and row sum. It passes rescale factors to the value warpgroups (`Notes`), which rescale their accumulators. fp8
+  MMAs truncate their sums, so long sums are continued in global memory (`Fp8Config.summed`).
 * Limits: compute-bound with 128 heads, memory-bound with fewer heads.
 
 A second kernel (`merge_device`) merges partial results of split-KV. With an fp8 cache, `fp8_score_device`, `fp8_value_device` and
@@ -247,6 +253,9 @@ class Mla:
 
     @cute.jit
     def init_barriers(self, call: Call):
+        """Initialises all mbarriers. In each CTA of the cluster, the four warps of one warpgroup release a latent chunk: of a value
+        warpgroup, or of the score warpgroup if the chunk held queries. Both value warpgroups release a rotary stage. The four score
+        warps signal ``probs_full`` of their CTA."""
         c = self.config
         for chunk in cutlass.range_constexpr(c.latent_chunks):
             call.latent_chunks.init(chunk, 4 * c.cluster)

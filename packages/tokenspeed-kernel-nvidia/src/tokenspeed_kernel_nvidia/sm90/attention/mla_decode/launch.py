@@ -47,6 +47,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 @program(arch=ARCH, configs=every_config)
 def mla_decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    """The MLA decode kernel of `kernel_device` for a cache in q's dtype, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
@@ -54,6 +55,7 @@ def mla_decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 @program(arch=ARCH, configs=every_fp8_config)
 def mla_decode_fp8_program(config: Fp8Config) -> tuple[Any, tuple[Any, ...]]:
+    """The MLA decode kernel of `kernel_device` for an fp8 cache, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
@@ -61,6 +63,7 @@ def mla_decode_fp8_program(config: Fp8Config) -> tuple[Any, tuple[Any, ...]]:
 
 @program(arch=ARCH, configs=every_merge_config)
 def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    """The merge kernel of `merge_device`, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import merge_device
 
     return merge_device.host(config), merge_device.fake_arguments(config)

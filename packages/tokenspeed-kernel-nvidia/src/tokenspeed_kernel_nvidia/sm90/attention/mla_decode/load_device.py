@@ -123,6 +123,8 @@ class Loader:
         return at
 
     def has_turn(self, turn: Int32) -> cutlass.Boolean:
+        """Whether this CTA issues a load. In a cluster, the CTAs alternate: a CTA issues the loads for which its ``turn`` is
+        even."""
         return cutlass.Boolean(True) if self.config.cluster == 1 else turn % 2 == 0
 
     @cute.jit
@@ -185,8 +187,9 @@ def load_queries(memory: SharedMemory, work: Any, call: Call, q: Blocks, item: I
 
 @cute.jit
 def load_wide_queries(memory: SharedMemory, work: Any, call: Call, q: Blocks, item: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
-    """Does `load_queries` for 16-bit queries and an fp8 cache. The latent ring receives all queries, as chunks of 64 columns; the
-    rotary ring's stage is committed with no bytes."""
+    """Does `load_queries` for 16-bit queries and an fp8 cache. The latent ring receives all columns of the queries, as chunks of 64
+    columns, which have as many bytes as 128 columns of fp8 latents. The rotary ring's stage is committed with no bytes, so that
+    queries occupy one stage of that ring in all configurations."""
     c = memory.config
     token, head, _ = work.tile_of(call, item)
     rows = (c.heads_of_tile, c.tokens_of_tile)

@@ -47,6 +47,7 @@ class TokenMask:
             end: the latent ring's cursor after the block.
             rope_at: the rotary ring's cursor of the block.
         """
+        # Otherwise, all tokens of the item see all of the block.
         if valid < ROWS + (self.config.tokens_of_item - 1):
             self.hide(self.work, call, scores, item, valid)
             clear_beyond(self.memory, call, end, valid)
@@ -69,7 +70,7 @@ def hide_later_tokens(work: Any, call: Call, scores: cute.Tensor, item: Int32, v
 
 @cute.jit
 def clear_beyond(memory: SharedMemory, call: Call, end: Cursor, valid: Int32):
-    """Zeroes a block's latents at slots without a token: such slots may hold NaN, and 0 * NaN is not 0.
+    """Zeroes a block's latents at slots without a token. Latents are values too. Such slots may hold NaN, and 0 * NaN is not 0.
 
     Args:
         end: the latent ring's cursor after the block.

@@ -1,6 +1,7 @@
 """The merge kernel of `mla_decode`, which merges the partial results of work items that span several CTA groups (split-KV).
 
-The kernel is launched after the attention kernel. So no CTA of either kernel waits for another CTA, which might not be resident.
+A CTA merges some tiles (16 rows x `Config.chunk` columns) of one work item. The merge is a kernel of its own, launched after the
+attention kernel. So no CTA of either kernel waits for another CTA, which might not be resident.
 """
 
 # mypy: ignore-errors
@@ -72,6 +73,7 @@ class Sums:
         return [i for i in range(cute.size(self.values)) if i // 2 % 2 == r]
 
     def scale(self, r: int, factor: Float32) -> None:
+        """Multiplies the row sum and the elements of row ``r`` by ``factor``."""
         self.row_sum[r] = self.row_sum[r] * factor
         for i in self.indices_of(r):
             self.values[i] = self.values[i] * factor
@@ -263,7 +265,8 @@ class Merge:
 
     @cute.jit
     def write(self, call: MergeCall, item: Int32, tile: Int32, sums: Sums):
-        """Normalises a lane's fragment of a merged tile, and writes it to the output."""
+        """Normalises a lane's fragment of a merged tile, and writes it to the output. The lanes that hold the first columns of a
+        row also write its LSE."""
         lane = cute.arch.lane_idx()
         chunk = tile % self.chunks
         for r in cutlass.range_constexpr(2):

@@ -78,13 +78,15 @@ class Results:
 
     @cute.jit
     def write_lse(self, call: Any, item: Int32, row: Int32, row_max: Float32, row_sum: Float32):
+        """Writes a query row's LSE, if the call requests it."""
         if call.lse != 0:
             to, value = self.lse_of(call, item, row, row_max, row_sum)
             store_floats("global", to, [value])
 
     @cute.jit
     def lse_of(self, call: Any, item: Int32, row: Int32, row_max: Float32, row_sum: Float32):
-        """Returns the address of a query row's LSE, and the LSE."""
+        """Returns the address of a query row's LSE, and the LSE (natural logarithm): -inf if no key is visible. ``row_max`` is a
+        base-2 exponent."""
         first, first_head, _ = self.work.tile_of(call, item)
         token = row // self.config.heads_of_tile
         head = first_head + row - token * self.config.heads_of_tile

@@ -75,6 +75,7 @@ class DecodeWork:
         return sequence * call.q_len + first, call.rank * ROWS, tokens
 
     def next_item(self, call: Call, item: Int32) -> Int32:
+        """Returns the work item that follows ``item`` in the queue."""
         return item + 1
 
     def most_items(self, call: Call) -> Int32:
@@ -108,6 +109,7 @@ class DecodeWork:
         starting = cutlass.select_(total == blocks * call.batch, Int32(0), Int32(STARTING_BLOCKS))
         per_group = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_BLOCKS)
         if starting == 0:
+            # A whole number of items per group; or, if items are longer than ranges, a whole number of ranges per item.
             even = (per_group + blocks - 1) // blocks * blocks
             if blocks > per_group:
                 parts = blocks // per_group
@@ -143,6 +145,7 @@ def publish_plan(work: Any, call: Call, tells: cutlass.Constexpr[bool]):
     begin = call.group * per_group
     first = begin - offset + starting
     end = begin + left
+    # The range may begin in the empty positions before the item's first block.
     begin = cutlass.max(begin, first)
     if lane == 0:  # other loading warps would write the same values
         call.plan[ITEM] = item

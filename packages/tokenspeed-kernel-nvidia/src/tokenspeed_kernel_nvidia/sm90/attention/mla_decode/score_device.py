@@ -68,8 +68,10 @@ class ScoreWarpgroup:
             length = self.work.length_of(call, item)
             whole = blocks_of(length)
             count = cutlass.min(first + whole, call.end()) - begin
+            # The queries arrive in the rings, in place of a block. Their rotary stage gets no probabilities, but it is signalled
+            # all the same, because the value warpgroups wait for every stage and release it.
             at, scale = self.qk.take_queries(call, ops.words, at, rope_at)
-            signal_probs(call, rope_at)  # this stage has no probabilities, but the value warpgroups wait for it and release it
+            signal_probs(call, rope_at)
             rope_at = advance(rope_at, c.stages)
             for r in cutlass.range_constexpr(2):
                 row_max[r] = Float32(softmax.LOWEST)
@@ -111,7 +113,7 @@ class ScoreWarpgroup:
             for r in cutlass.range_constexpr(2):
                 notes.factor(warp * 16 + (lane >> 2) + 8 * r)[0] = factor[r]
         offset = lane_offset(thread)
-        # Wait until all warps have finished q @ k with the rotary part.
+        # Wait until all warps have finished q @ k with the rotary part, which the probabilities overwrite.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         self.qk.store_probs(self.memory.rope_at(call, at), offset, scores)
         cute.arch.fence_view_async_shared()
@@ -185,12 +187,14 @@ class QkMma:
     every_factor = False  # whether `Notes` also hold the rescale factors of rows whose max has not grown, which are 1
 
     def make_mmas(self) -> QkMmas:
+        """Returns the tiled MMAs of 64 query rows by 64 keys."""
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
         dtype = dtype_of(self.config.dtype)
         op = warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, ROWS, 16), *operands)
         return QkMmas(cute.make_tiled_mma(op, cute.make_layout((1, 1, 1))), make_qk_mma(dtype, ROWS))
 
     def operands(self, call: Call, mmas: QkMmas, thread: Int32) -> Operands:
+        """Returns this thread's operands of q @ k. ``thread``: its index in the score warpgroup."""
         kept, others = mmas.kept.get_slice(thread), mmas.others.get_slice(thread)
         q = kept.make_fragment_A(kept.partition_shape_A((ROWS, self.config.kept)))
         return Operands(
@@ -236,8 +240,8 @@ class QkMma:
 
     @cute.jit
     def multiply(self, call: Call, mmas: QkMmas, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
-        """Computes q @ k of a block, and waits for the block chunk by chunk. Returns the scores, and the latent ring's cursor of
-        the next block. See also `finish_scores`.
+        """Computes q @ k of a block, and waits for the block chunk by chunk: first the rotary part, then the latents. Returns the
+        scores, and the latent ring's cursor of the next block. See also `finish_scores`.
         """
         c = self.config
         scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
@@ -270,6 +274,12 @@ class QkMma:
 
     @cute.jit
     def store_probs(self, to: Int32, offset: Int32, probs: cute.Tensor):
+        """Stores a warp's 16 rows of probabilities, rounded to 16 bits, as the A operand of P @ V.
+
+        Args:
+            to: shared-memory address of the rotary part that the probabilities overwrite.
+            offset: see `lane_offset`.
+        """
         dtype = dtype_of(self.config.dtype)
         for step in cutlass.range_constexpr(ROWS // 16):
             words = [registers.pack(dtype, probs[8 * step + 2 * each], probs[8 * step + 2 * each + 1]) for each in range(4)]
@@ -280,8 +290,8 @@ class QkMma:
 def finish_scores(config: cutlass.Constexpr[Config], call: Call, rope_at: Cursor, is_first: cutlass.Boolean):
     """Waits for the MMAs of a block's q @ k.
 
-    Unless `Config.at_once`, the previous block's probabilities are signalled while the last MMAs are in flight, except at a work
-    item's first block.
+    Unless `Config.at_once`, the previous block's probabilities are signalled while the last `Config.tail` MMAs are in flight. A
+    work item's first block has no previous block.
     """
     if const_expr(config.at_once or config.tail > 0):
         warpgroup.commit_group()

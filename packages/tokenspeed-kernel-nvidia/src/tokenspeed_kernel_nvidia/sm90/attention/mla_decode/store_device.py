@@ -135,6 +135,7 @@ class Store:
     results: Results
 
     def group_of(self, call: Call) -> Int32:
+        """Returns the index of this CTA's CTA group."""
         return call.group
 
     def partial(self, call: Call, out: Accumulators, item: Int32, half: Int32, split: Split) -> None:
@@ -144,11 +145,12 @@ class Store:
 
     @cute.jit
     def wide_partial(self, call: Call, out: Accumulators, item: Int32, half: Int32, split: Split):
+        """Stores a partial result in float32. Value warpgroup 0 stores row max and row sum, which both warpgroups have."""
         thread = thread_of_values()
         lane, warp = thread & 31, (thread >> 5) & 3
         sums_at, values_at = self.results.partial_at(call, split.first_group, call.group - split.first_group)
         _, _, tokens = self.work.tile_of(call, item)
-        if warp * 16 < tokens * self.config.heads_of_tile:  # else the item has none of this warp's rows
+        if warp * 16 < tokens * self.config.heads_of_tile:  # otherwise the item has none of this warp's rows
             if half == 0 and lane & 3 == 0:
                 for r in cutlass.range_constexpr(2):
                     store_floats("global", sums_at + (row_of_values(thread) + 8 * r) * 8, [out.row_max[r], out.row_sum[r]])
@@ -181,7 +183,7 @@ class Store:
             store_if((row < rows) & (thread & 3 == 0), to, [out.row_max[r] + Float32(exponent - EXPONENT), out.row_sum[r] * factor])
         thread = thread_of_values()
         lane, warp = thread & 31, (thread >> 5) & 3
-        if warp * 16 < rows:  # else the item has none of this warp's rows
+        if warp * 16 < rows:  # otherwise the item has none of this warp's rows
             _, values_at = self.results.partial_at(call, split.first_group, call.group - split.first_group)
             values_at += self.results.values_offset(warp, half * (LATENT_CHUNK // 16)) + lane * 16
             for own in cutlass.range_constexpr(len(acc)):
@@ -191,6 +193,8 @@ class Store:
 
     @cute.jit
     def output(self, call: Call, out: Accumulators, item: Int32, half: Int32):
+        """Normalises the value warpgroup's columns of a work item, and stores them as output, 16 bytes per lane. Value warpgroup 0
+        also stores the LSE."""
         acc, dtype = out.tiles, dtype_of(self.config.dtype)
         for r in cutlass.range_constexpr(2):
             thread = thread_of_values()  # recomputed, so that addresses of both rows do not take registers at once

@@ -49,12 +49,15 @@ class Notes:
     at: cute.Pointer
 
     def factor(self, row: Int32) -> cute.Pointer:
+        """Returns the address of a row's rescale factor."""
         return self.at + row
 
     def sums(self, row: Int32) -> cute.Pointer:
+        """Returns the address of a row's max, which its row sum follows."""
         return self.at + ROWS + 2 * row
 
     def grown(self, warp: Int32) -> cute.Pointer:
+        """Returns the address of a score warp's flag: not 0 if one of its 16 rows must be rescaled."""
         return self.at + 3 * ROWS + warp
 
     def chosen(self, dtype: type[cutlass.Numeric]) -> cute.Pointer:
@@ -78,6 +81,7 @@ class Blocks:
 
     @property
     def ropes(self) -> Tma:
+        """The view whose boxes are rotary parts."""
         return self.latents if self.others is None else self.others
 
 
@@ -95,7 +99,7 @@ class Call:
     """A CTA's view of the kernel's arguments, and its shared memory.
 
     A work item consists of the new tokens of a sequence that fit in a tile, with all heads: one token with 64 heads, four tokens
-        with 16 heads.
+    with 16 heads.
 
     Attributes:
         page_table: address of int32 ``[batch, max_pages]``.

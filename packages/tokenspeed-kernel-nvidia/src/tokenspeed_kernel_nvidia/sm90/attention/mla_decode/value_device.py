@@ -50,7 +50,8 @@ class ValueWarpgroups:
 
     @cute.jit
     def compute(self, call: Call, mma: cute.TiledMma):
-        """Computes the output of all work items of the CTA. Each warpgroup computes every other latent chunk (128 columns)."""
+        """Computes the output of all work items of the CTA. Each warpgroup computes every other latent chunk (128 columns): 0 and
+        2, or 1 and 3."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= VALUES * 128
@@ -59,6 +60,8 @@ class ValueWarpgroups:
         ops = self.pv.operands(call, mma, part)
         acc = self.pv.accumulators(part)
         item, first, begin = await_plan(call)
+        # If there is a record per CTA group, the merge kernel reads this group's record in any case. So clear the record first: no
+        # partial results.
         self.epilogue.write_record(call, self.work.most_items(call) > call.groups, call.group, Int32(0), Int32(0))
         at, rope_at = first_to_read(), first_to_read()
         if half == 1:
@@ -66,8 +69,9 @@ class ValueWarpgroups:
         while begin < call.end():
             whole = blocks_of(self.work.length_of(call, item))
             count = cutlass.min(first + whole, call.end()) - begin
-            # This warp releases the stage of the queries' rotary part. If another warp released it, probs_full could complete two
-            # phases before this warp waits. A parity wait cannot distinguish a phase from the second phase after it.
+            # The value warps release the stage of the queries' rotary part, although they do not read it. Otherwise, probs_full of
+            # a stage could complete two phases before a value warp waits for the first of them. A parity wait cannot distinguish a
+            # phase from the second phase after it.
             call.probs_full.wait(rope_at)
             release(call.ropes.empty, rope_at, self.config.cluster)
             at, rope_at = skip(at, c.query_chunks, c.latent_chunks), advance(rope_at, c.stages)
@@ -96,17 +100,19 @@ class ValueOperands:
 
 @dataclass(frozen=True)
 class PvMma:
-    """A value warpgroup's P @ V with 16-bit MMAs."""
+    """A value warpgroup's P @ V with 16-bit MMAs. Both operands are in shared memory: P in a rotary stage, V in latent chunks."""
 
     config: Config
     memory: SharedMemory
 
     def make_mma(self) -> cute.TiledMma:
+        """Returns the tiled MMA of 64 query rows by a latent chunk (128 columns)."""
         operands = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN
         op = warpgroup.MmaF16BF16Op(dtype_of(self.config.dtype), Float32, (ROWS, LATENT_CHUNK, 16), *operands)
         return cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)))
 
     def operands(self, call: Call, mma: cute.TiledMma, part: Any) -> ValueOperands:
+        """Returns the MMA atom and the operands of this thread. ``part``: the thread's slice of ``mma``."""
         return ValueOperands(
             accumulating(mma),
             part.make_fragment_A(part.partition_A(self.memory.ropes.tiles(call.storage.ropes))),
@@ -114,6 +120,7 @@ class PvMma:
         )
 
     def accumulators(self, part: Any) -> list:
+        """Returns this thread's accumulators: one for each latent chunk that its warpgroup computes."""
         return [
             cute.make_rmem_tensor(part.partition_shape_C((ROWS, LATENT_CHUNK)), Float32) for _ in range(LATENT_CHUNKS // READERS)
         ]

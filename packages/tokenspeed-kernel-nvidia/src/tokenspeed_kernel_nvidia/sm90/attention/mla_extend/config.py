@@ -1,9 +1,9 @@
-"""Configurations for which `mla_extend` is compiled: those of `mla_decode`, used for many new tokens.
+"""The configurations of the MLA extend kernel: those of `mla_decode`, used for many new tokens.
 
 Two CTAs form a cluster. The two CTAs compute the two halves of a token's 128 heads; with fewer heads, they compute different
 tokens. Multicast reads each block of the cache from L2 once for both CTAs. Without clusters, every CTA would read each block
-itself. A block is 64 cached tokens, 74 KB. At full MMA rate, 64 query rows by a block take 1.2 us. For 132 CTAs that is 8 TB/s,
-more than the bandwidth of L2.
+itself. A block is 64 cached tokens, 74 KB. At full MMA rate, a tile of 64 query rows takes 1.2 us per block. With 132 CTAs, these
+reads would be 8 TB/s, more than the bandwidth of L2.
 
 If the new tokens of each sequence fit in one tile, a second CTA would have no tokens. Then a cluster has one CTA, and the kernel is
 memory-bound.

@@ -43,6 +43,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 @program(arch=ARCH, configs=every_config)
 def mla_extend_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    """The MLA extend kernel of `kernel_device` for a cache in q's dtype, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.mla_extend import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
@@ -50,6 +51,7 @@ def mla_extend_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 @program(arch=ARCH, configs=every_fp8_config)
 def mla_extend_fp8_program(config: Fp8Config) -> tuple[Any, tuple[Any, ...]]:
+    """The MLA extend kernel of `kernel_device` for an fp8 cache, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.mla_extend import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
@@ -57,6 +59,7 @@ def mla_extend_fp8_program(config: Fp8Config) -> tuple[Any, tuple[Any, ...]]:
 
 @program(arch=ARCH, configs=every_config)
 def mla_extend_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    """The merge kernel of `mla_decode` with the work items of MLA extend, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.mla_extend import kernel_device
 
     return kernel_device.merge_host(config), kernel_device.fake_merge_arguments(config)

@@ -2,6 +2,10 @@
 
 A work item is the new tokens of a sequence that a cluster computes together. An item's index is ``sequence * items + tile``, where
 ``items`` is an upper bound of a sequence's items. Indices beyond a sequence's last item are skipped.
+
+The search for a CTA's range has two steps. `split_kv_device.divide` finds the sequence in which the range begins. For this search,
+a sequence counts as all its items' blocks and starting costs, which `positions_of` computes in closed form. A second search finds
+the item in that sequence.
 """
 
 # mypy: ignore-errors
@@ -120,7 +124,7 @@ class ExtendWork:
     @cute.jit
     def positions_of(self, call: Call, length: Int32, before: Int32, count: Int32, items: Int32):
         """Returns how many queue positions a sequence's first ``items`` work items occupy: their blocks, and `STARTING_BLOCKS` per
-        item.
+        item. Without a causal mask, all items have the same number of blocks.
 
         Let T be `Config.tokens_of_item`, and ``start`` be ``(before + 63 + T) // T``. With causal attention, the last token of item
         i sees ``before + (i + 1) * T`` tokens if the item has T tokens. So the item has ``(before + 63 + (i + 1) * T) // 64``
@@ -159,6 +163,7 @@ class ExtendWork:
             step = (width + 31) // 32
             skipped = lane * step
             positions = self.positions_of(call, length, before, count, first + cutlass.min(skipped, width))
+            # Lane i has tested the item i steps further. The range begins at or after the last item that passes the test.
             found = cute.arch.popc(ballot((skipped < width) & (positions <= offset))) - 1
             first += found * step
             width = cutlass.min(width - found * step, step)

@@ -1,4 +1,4 @@
-"""Configurations for which `mla_sparse` is compiled."""
+"""The configurations of the sparse MLA kernel: those of `mla_decode`, with gathered keys."""
 
 from __future__ import annotations
 

@@ -114,6 +114,8 @@ class MlaSparse:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
         storage = SmemAllocator().allocate(self.memory.storage())
+        # The arguments of `mla_decode`, as this kernel uses them: indices for the page table, topk_length for cache_seqlens, a work
+        # item and a new token per sequence, and the number of indices for max_seqlen_k.
         call = Call(
             indices, topk_length, tokens, Int32(1), Int32(1), top_k, out, lse, partial, groups, page_shift, scale,
             cta // c.ranks, cta % c.ranks, storage.plan.data_ptr(), storage,

@@ -35,6 +35,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 @program(arch=ARCH, configs=every_config)
 def mla_sparse_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    """The sparse MLA kernel of `kernel_device`, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)

@@ -41,7 +41,7 @@ class Gatherer:
     """The producer warpgroup.
 
     16-byte cp.async instructions copy keys to their positions in the 128-byte swizzle. Rows of a block without a selected key are
-    zeroed, because 0 * NaN is not 0. The scores of such rows are masked.
+    zeroed, because their latents are values too, and 0 * NaN is not 0. The scores of such rows are masked, see `GatherMask`.
     """
 
     config: Config

@@ -19,7 +19,8 @@ class GatherMask:
 
     @cute.jit
     def apply(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
-        """Masks the scores of the block's rows that hold no selected key. Arguments: see `TokenMask.apply`."""
+        """Masks the scores of the block's rows that hold no selected key. The producer warps have stored a bit per row in the
+        block's `Notes`. Arguments: see `TokenMask.apply`."""
         chosen = call.notes(rope_at).chosen(Uint32)
         low, high = chosen[0], chosen[1]
         if (low & high) != 0xFFFFFFFF:

@@ -1,4 +1,4 @@
-"""Configurations for which `prefill` is compiled."""
+"""The configurations of the prefill kernel: tiles, stages and registers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Tile(NamedTuple):
 
 # Tiles by (head_dim, v_head_dim): for ragged K/V, and for paged caches. These tiles fill an SM's shared memory, and their
 # accumulators of output and scores fit a thread's registers. Outputs are stored from registers. TFLOP/s on an H200, first with the
-# tile below, then with other tiles (rows, keys, Q stages, K/V stages). Figures without tiles are for the tiles named before:
+# tile below, then with other tiles (rows, keys, Q stages, K/V stages). Figures without tiles are for the tiles of the preceding
+# call, in the same order:
 # * DeepSeek-V3, 4 x 4096 tokens of 128 heads: 647; (128, 128, 1, 2) 633, (192, 80, 1, 3) 643, (128, 96, 2, 2) 579. 2 x 8192 tokens
 #   of 16 heads: 725; 721, 721, 674.
 # * Gemma 3 (12B), 4 x 4096: 716; (128, 80, 1, 2) 704. Gemma 2 (9B) from pages of 64, 8 x 1024 new tokens of 8192: 632; 594.
@@ -88,8 +89,8 @@ class Config:
             us with head_dim 128, and 3523, 3482 and 3483 us with head_dim 64.
         fp8_cache: whether keys and values are e4m3, but not q. Keys and values are converted to float16 in shared memory. 8
             sequences of 1024 new and 7168 cached tokens with 64 query heads and 8 KV heads of dimension 128 took 5265 us, and 2999
-            us with a bfloat16 cache. With head_dim 64 they took 2062 us, and 1836 us with a bfloat16 cache. In these measurements,
-            a converter warp waited for each load.
+            us with a bfloat16 cache. With head_dim 64 they took 2062 us, and 1836 us with a bfloat16 cache. These figures are of a
+            version in which a converter warp waited for each of its loads; see `Converters.widen_block`.
         windowed: whether there is a sliding window. Attention is then causal.
         v_head_dim: elements per head of v and the output; 0 if equal to head_dim.
         capped: whether there is a logit cap, which only 16-bit operands support.
@@ -124,7 +125,7 @@ class Config:
     @property
     def splits_q(self) -> bool:
         """Whether each consumer warpgroup has its own Q barriers. A warpgroup then releases its queries without waiting for the
-        other warpgroups."""
+        other warpgroups. This hides the load of the next tile's queries if there is only one Q tile."""
         return self.q_stages == 1
 
     @property
@@ -144,8 +145,8 @@ class Config:
 
     @property
     def converts(self) -> bool:
-        """Whether three warps of the producer warpgroup convert loaded K/V blocks: V is transposed, or K and V are converted to
-        fp16."""
+        """Whether three warps of the producer warpgroup convert loaded K/V blocks: V is transposed (``fp8``), or K and V are
+        converted to fp16 (``fp8_cache``)."""
         return self.fp8 or self.fp8_cache
 
     @property

@@ -52,7 +52,9 @@ class Converters:
         """Converts the K/V blocks of all the CTA's tiles, in the order in which they are loaded. ``warp``: the converter warp, 0 to
         2."""
         c = self.config
-        # If each warpgroup has its own Q barriers, the converters learn of the next tile from the first warpgroup's barriers.
+        # The converters read the records of tiles, so they wait for the barriers of Q. If each warpgroup has its own Q barriers,
+        # they use those of the first warpgroup. They arrive on none: the producer waits for the consumers only, and these cannot
+        # finish a tile before its blocks are converted.
         q_at, raw_at, k_at, v_at = first_to_read(), first_to_read(), first_to_fill(), first_to_fill()
         shared.q_pipe.wait(q_at)
         working = shared.record(q_at).exists
@@ -62,6 +64,7 @@ class Converters:
             first, end = self.work.blocks_seen(record.q_len, kv_len, record.position, causal, window_left)
             blocks = end - first
             if const_expr(c.fp8_cache):
+                # Raw blocks arrive in the order of the loads: K of a block, then V of the preceding block.
                 for i in cutlass.range(blocks + 1, unroll=1):
                     if i < blocks:
                         shared.raw_pipe.wait(raw_at)
@@ -110,6 +113,8 @@ class Converters:
     def signal_converted(self, shared: Shared, pipe: Pipeline, raw_at: Cursor, at: Cursor):
         """Signals, for this warp's part of a block, *full* of the converted stage to the MMA warps, and *empty* of the raw stage to
         the TMA warp."""
+        # wgmma and TMA access shared memory through the async proxy. So order this warp's stores before wgmma, and its loads before
+        # the next TMA load of the raw stage.
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():

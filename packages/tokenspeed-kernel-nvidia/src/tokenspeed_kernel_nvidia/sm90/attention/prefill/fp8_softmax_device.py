@@ -1,10 +1,13 @@
 """The softmax of a consumer warpgroup with e4m3 probabilities.
 
-Probabilities are rounded as they are computed, into separate registers. So the scores are still available when a check tells
-whether the row's shift (row_max) was large enough. The check uses row sums, which are needed anyway. If a thread's row sum over a
-block is at most the largest e4m3 value, so is each probability. Otherwise the warp raises the shift to the row max of the scores,
-and recomputes the probabilities. This is rare, because the shift starts at a row max, and probabilities may grow by a factor of 50
-before the shift is raised.
+Probabilities must be at most 448, the largest e4m3 value. Instead of computing the block's row max first, the warp computes the
+probabilities with the row's current shift (row_max), and then checks whether the shift was large enough. The check uses row sums,
+which are needed anyway. If a thread's row sum over a block is at most 448, so is each probability. Otherwise the warp raises the
+shift to the row max of the scores, and recomputes the probabilities. The scores are still available, because the rounded
+probabilities go to separate registers.
+
+A second computation is rare. The shift starts such that the largest probability of the first block is 2^3 (`Config.lift`). So a
+later probability may be up to 56 times as large.
 """
 
 # mypy: ignore-errors

@@ -10,7 +10,12 @@ The kernel is persistent and warp-specialised, with a dynamic tile scheduler (`s
   `fp8_softmax_device` with e4m3 probabilities), epilogue (`store_device`). With an fp8 cache, they first convert bfloat16
   queries to float16 (`queries_device`).
 * Shared memory: rings of Q tiles, of K blocks and of V blocks; a ring of raw fp8 blocks before conversion; and an output tile
-  unless outputs are stored from registers.
+  unless outputs are stored from registers. Each Q stage has a `Record` of its tile's parameters.
+* Synchronisation: *full* and *empty* mbarriers per ring stage. TMA completes *full*, or the converter warps do. Each consumer warp
+  arrives on *empty*. Named barriers: of ping-pong scheduling, of the warps of a warpgroup, and of the converter warps.
+* Numerics: scores, softmax and accumulators are float32. P is rounded to 16 bits, or to e4m3 with fp8 operands. The row max is
+  raised lazily (`Config.lazy`), so accumulators are seldom rescaled. The sink joins the row sum in the epilogue. A row without
+  visible keys and without a sink gets the output 0 and the LSE -inf.
 * In flight: one or two Q tiles, and two to four blocks each of K and V. P @ V of a block overlaps the softmax of the next block.
   With ping-pong scheduling, the softmax of a warpgroup overlaps the MMAs of another warpgroup.
 * Limits: compute-bound, at the clock rate that the power limit allows; see `Config`.

@@ -51,6 +51,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 @program(arch=ARCH, configs=every_config)
 def prefill_program(config: Config) -> tuple[Any, Sequence[Any]]:
+    """The prefill kernel of `kernel_device`, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.prefill import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
@@ -70,7 +71,7 @@ def _program_of(
     capped: bool,
     own_kv: bool,
 ) -> tuple[Callable[..., Any], int]:
-    """Returns the compiled kernel for a call, and the maximum number of concurrent CTAs (one per SM)."""
+    """Returns the compiled kernel for a call, and the device's number of SMs, which is the maximum number of CTAs."""
     fp8 = dtype not in DTYPES
     name = "bfloat16" if fp8 else DTYPES[dtype]
     config = Config(
@@ -160,9 +161,11 @@ def attend(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches the prefill kernel on checked arguments.
+    """Launches the prefill kernel on checked arguments. Returns the output, or the pair of output and LSE (float32 ``[tokens,
+    heads]``) if ``return_lse``. Other arguments: see the operators.
 
     Args:
+        q: ``[tokens, heads, head_dim]``.
         page_size: tokens per page if k and v are paged caches; 0 if k and v are ``[kv_tokens, kv_heads, dim]``.
         cu_seqlens: cumulative numbers of queries, ``[batch + 1]``.
         cache_seqlens: int32. With a paged cache, the sequence lengths ``[batch]``. Otherwise the offsets ``[batch + 1]`` of the

@@ -94,7 +94,7 @@ class Loader:
 
                 self.queries.load(shared, q, q_at, record)
 
-                # Blocks are loaded in descending order, and the V of a block after the K of the next block.
+                # Blocks are loaded in descending order, as the consumers need them: the V of a block after the K of the next block.
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
                         if const_expr(c.fp8_cache):
@@ -157,8 +157,8 @@ class Loader:
         full = pipe.full.of(at)
         columns, panels = boxes.shape[1], boxes.shape[3]
         if const_expr(c.paged):
-            # Each lane loads a page index. Page-table entries beyond the sequence are undefined: the sequence's last page is used
-            # instead.
+            # Lane i loads the page index of the block's i-th box. Page-table entries beyond the sequence are undefined, so the
+            # sequence's last page is used instead. The keys of such boxes are masked, and their values are zeroed.
             pages = c.block_n // c.box
             lane = cute.arch.lane_idx()
             page_size = kv.tensor.shape[0] if const_expr(c.holds_blocks) else c.page_size

@@ -43,9 +43,9 @@ class Masks:
         """Returns the upper bounds of the keys that a tile's rows see.
 
         Returns:
-            The tile's last block of keys; the number of the sequence's leading blocks that need no causal mask; the number of keys
-            of the sequence; for each of this thread's two rows, the first key that is masked, relative to the thread's first
-            column; whether no row sees the second half of the last block.
+            The tile's last block of keys, which is computed first; the number of the sequence's leading blocks that need no causal
+            mask; the number of keys of the sequence; for each of this thread's two rows, the first key that is masked, relative to
+            the thread's first column; whether no row sees the second half of the last block.
         """
         c = self.config
         record = shared.record(q_at)

@@ -1,6 +1,8 @@
 """The consumer warpgroups of `kernel_device`: the mainloop over blocks of keys.
 
-P @ V of a block overlaps the softmax of the next block, even if that block belongs to the next tile.
+A step issues q @ k of a block, then P @ V of the preceding block, and computes the block's softmax while P @ V runs. So P @ V of a
+block overlaps the softmax of the next block, even if that block belongs to the next tile. P is the A operand, in registers. A
+block's probabilities are written to these registers only after the preceding P @ V has read them.
 """
 
 # mypy: ignore-errors
@@ -51,7 +53,8 @@ class Operands:
 
 @dataclass(frozen=True)
 class PingPong:
-    """The barriers of the consumer warpgroups' ping-pong scheduling; see `Config.pingpong`."""
+    """The barriers of the consumer warpgroups' ping-pong scheduling; see `Config.pingpong`. The warpgroups issue their MMAs in a
+    fixed cyclic order. A barrier has 256 threads: those of the warpgroup that waits, and those of the one that signals."""
 
     config: Config
 
@@ -109,7 +112,7 @@ class Consumers:
         ops, acc = self.operands(shared, mmas, wg)
 
         q_at, k_at, v_at = self.cursors.first_q(wg), first_to_read(), first_to_read()
-        if wg == 0:
+        if wg == 0:  # warpgroup 0 issues first: it signals in place of the last warpgroup, whose successor it is
             self.pingpong.signal(c.warpgroups - 1)
 
         shared.q_pipe.wait(q_at)
@@ -218,7 +221,8 @@ class Consumers:
         if const_expr(c.splits_q):
             if block == begin.block:  # the first block is also the last one
                 shared.q_pipe.release(q_at)
-        # Probabilities beyond the end of the sequence are 0, but V there may be NaN.
+        # Probabilities beyond the end of the sequence are 0, but V there may be NaN, and 0 * NaN is not 0. Only the first block of
+        # a tile can extend beyond the end.
         if const_expr(not c.converts):  # otherwise the converter warps have zeroed V there
             if kv_len < (block + 1) * n:
                 shared.v_pipe.wait(v_at)
@@ -339,6 +343,7 @@ class Consumers:
             softmax.cap_by_tanh(scores, to_cap)
         self.masks.apply(scores, hidden_from, first_key, begin)
         softmax.softmax_first(scores, next_max, next_sum, scale, c.lift)
+        # Without a rescale: this tile's row max is final. The sums only make the wait follow the exponentials, see `finish_pv`.
         self.finish_pv(sums.acc, Boolean(False), next_sum, next_sum)
         shared.v_pipe.release(v_at)
         self.softmax.put_first(scores, ops.probs)
@@ -348,7 +353,8 @@ class Consumers:
         sums.acc.fill(0.0)
 
     def q_of(self, ops: Operands, at: Cursor) -> cute.Tensor:
-        """Returns the Q tile at ``at`` as the A operand of q @ k."""
+        """Returns the Q tile at ``at`` as the A operand of q @ k. If `Config.splits_q`, there is one Q tile, and the stage of
+        ``at`` is a warpgroup's index."""
         return ops.q[None, None, None, 0 if self.config.splits_q else at.stage]
 
     @property
@@ -384,7 +390,7 @@ class Consumers:
     @cute.jit
     def clear_beyond(self, shared: Shared, v_at: Cursor, valid: Int32, wg: Int32):
         """Zeroes V of a block, in shared memory, from row ``valid`` on. Every warpgroup zeroes all of these rows, with the same
-        result."""
+        result, so warpgroups need not wait for each other."""
         c = self.config
         thread = thread_and_row(self.config, wg)[0] % 128
         values = self.rings.v.chunks(shared.storage.v)

@@ -88,6 +88,7 @@ class SplitQLoader:
         for wg in cutlass.range_constexpr(c.warpgroups):
             at = Cursor(Int32(wg), q_at.phase)
             shared.q_pipe.acquire(at)
+            # A producer's phase is the inverse of the consumers' phase, which selects the record.
             if cute.arch.lane_idx() == 0:
                 shared.record(Cursor(at.stage, at.phase ^ 1)).write(*record)
             cute.arch.sync_warp()

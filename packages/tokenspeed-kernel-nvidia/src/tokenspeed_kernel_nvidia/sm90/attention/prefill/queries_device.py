@@ -35,8 +35,8 @@ class QueryConverter:
         """
         c = self.config
         thread, _ = thread_and_row(self.config, wg)
-        # Two lanes convert a row: each lane converts one panel, or half a panel. Lanes start at different 16-byte chunks, to avoid
-        # bank conflicts.
+        # Two lanes convert a row: each lane converts one panel, or half a panel. The conversion is in place, so the swizzle does
+        # not matter. Lanes start at different 16-byte chunks, to avoid bank conflicts.
         row = wg * 64 + thread % 128 // 2
         half = thread % 2
         record = shared.record(q_at)

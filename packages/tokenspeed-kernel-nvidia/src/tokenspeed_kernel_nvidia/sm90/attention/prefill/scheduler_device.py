@@ -21,11 +21,14 @@ class Work:
     config: Config
 
     def tiles(self) -> LongestFirst:
+        """Returns the scheduler of the query tiles."""
         c = self.config
+        # `section_mib` as a number of blocks of 16 keys and values of one KV head, with 16-bit elements.
         return LongestFirst(c.positions, (c.section_mib << 20) // (16 * 2 * sum(c.widths)), self.lengths_of)
 
     def lengths_of(self, sequences: Sequences, at: Int32):
-        """Returns the row in q of a sequence's first query, and the sequence's numbers of queries and of keys."""
+        """Returns the row in q of a sequence's first query, and the sequence's numbers of queries and of keys. ``at``: the
+        sequence's index in the batch."""
         start = sequences.cu_seqlens[at]
         q_len = sequences.cu_seqlens[at + 1] - start
         kv_len = q_len
@@ -46,7 +49,7 @@ class Work:
     @cute.jit
     def keys_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32) -> Int32:
         """Returns the end of the range of keys that some row of a tile sees. The end is at least 1, because every tile processes a
-        block."""
+        block, also if all its scores are masked. ``position``: the index in the sequence of the tile's first query."""
         seen = kv_len
         if causal != 0:
             seen = kv_len - q_len + cutlass.min(position + self.config.positions, q_len)

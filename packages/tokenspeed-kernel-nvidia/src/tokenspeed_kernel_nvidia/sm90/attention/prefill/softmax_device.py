@@ -27,7 +27,8 @@ class Softmax:
 
     @cute.jit
     def step(self, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: Float32):
-        """Online softmax of a further block of keys: replaces the block's scores with probabilities.
+        """Online softmax of a further block of keys: replaces the block's scores with unnormalised probabilities, and updates the
+        running max and sum. The row max is raised only if it grew by more than `Config.lazy`.
 
         Returns:
             The results of `softmax_step`, then the probabilities, for `put`.

@@ -67,11 +67,12 @@ class Epilogue:
         start, q_len, position, kv_head = record.first_token, record.q_len, record.position, record.kv_head
         v_scale = record.v_scale if const_expr(c.converts) else Float32(1.0)
         if const_expr(not c.splits_q):
-            shared.q_pipe.release(q_at)
+            shared.q_pipe.release(q_at)  # the producer may now overwrite the queries and the record, which has been read above
         for r in cutlass.range_constexpr(2):
             query = position + (row + 8 * r) // c.gqa_ratio
             q_head = kv_head * c.gqa_ratio + (row + 8 * r) % c.gqa_ratio
             sink = output.sinks.load(q_head)
+            # The sink may exceed the row max, so exponentials are relative to the larger of the two.
             highest, factor = softmax.raise_to(sums.row_max[r], sink)
             total = registers.quad_sum(sums.row_sum[r]) * factor + softmax.exp2(sink - highest)
             factor = Float32(0.0) if total == 0.0 else factor / total
@@ -87,7 +88,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class TileStore:
-    """Stores a warpgroup's output rows through shared memory."""
+    """Stores a warpgroup's output rows through shared memory: by stmatrix to an output tile, then by TMA."""
 
     config: Config
     rings: Rings
@@ -156,7 +157,8 @@ class TileStore:
         thread: Int32,
         first_row: Int32,
     ):
-        """Stores this warpgroup's output rows that belong to the sequence, 16 bytes at a time."""
+        """Copies this warpgroup's output rows that belong to the sequence from shared to global memory, 16 bytes at a time. TMA
+        would also store the rows beyond the sequence's end, over the next sequence."""
         c = self.config
         chunks = c.head_dim // 8
         s_chunks = self.rings.out.chunks(shared.storage.out)

@@ -81,16 +81,18 @@ class Record:
         return float_of(self.at[7])
 
     def write(self, *numbers: Int32) -> None:
+        """Writes the record of a tile: ``numbers`` are `first_token` and the properties after it, in order."""
         for index, number in enumerate((Int32(1), *numbers)):
             self.at[index] = number
 
     def write_end(self) -> None:
+        """Writes the record that follows the CTA's last tile."""
         self.at[0] = Int32(0)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A CTA's shared memory. Addresses are computed at each use. So no address occupies a register between uses.
+    """A CTA's shared memory. Addresses are computed at each use, so that no address occupies a register between uses.
 
     Attributes:
         storage: the structure that `Rings.storage` returns.
@@ -237,8 +239,8 @@ class Cursors:
 
     @cute.jit
     def keys_behind(self, k_at: Cursor, v_at: Cursor) -> Cursor:
-        """Returns the K cursor ``k_at``, which is one block after ``v_at``. With fp8 K/V, the K cursor is recomputed from ``v_at``,
-        because no register is left for ``k_at``."""
+        """Returns the K cursor ``k_at``. It is one block ahead of ``v_at``, because q @ k of a block is issued with P @ V of the
+        preceding block. With fp8 K/V, the K cursor is recomputed from ``v_at``, because no register is left for ``k_at``."""
         return advance(v_at, self.config.kv_stages) if const_expr(self.config.converts) else k_at
 
 

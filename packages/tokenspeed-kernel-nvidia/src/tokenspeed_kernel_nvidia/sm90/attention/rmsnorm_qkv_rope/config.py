@@ -1,4 +1,4 @@
-"""Configurations for which `rmsnorm_qkv_rope` is compiled, and the launch parameters."""
+"""The configurations of the fused norm, QKV GEMM and RoPE kernel, and the launch parameters."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
 HEAD_DIMS = (64, 128)
 # The storage formats of weights, with the granularity of their scales.
 WEIGHTS: dict[Weights, Scales] = {"dense": "none", "float8_e4m3fn": "row", "mxfp4": "mx"}
-MOST_TOKENS = 8  # n of an MMA, whose columns are tokens
-# Decode steps of GPT-OSS-120B on an H200 in ms, with this kernel, then with separate kernels. 1 token 2.08, 2.08 to 2.10; 2 tokens
-# 2.50, 2.54; 4 tokens 3.35, 3.38. Each CTA reads all tokens, so with more tokens there is no gain.
+MOST_TOKENS = 8  # of the 16 rows of an MMA, which are tokens, the kernel uses eight: a lane's first accumulator row
+# The maximum number of tokens of the declared kernels. Decode steps of GPT-OSS-120B on an H200 in ms, with this kernel, then with
+# separate kernels: 1 token 2.08, 2.08 to 2.10; 2 tokens 2.50, 2.54; 4 tokens 3.35, 3.38. With more tokens there is no gain,
+# because each CTA reads all tokens.
 SERVED_TOKENS = 4
-MOST_HIDDEN = 8192  # maximum number of elements of a token; besides eight such tokens, shared memory holds a ring of weights
+MOST_HIDDEN = 8192  # maximum number of elements of a token: eight such tokens leave room for a ring of weights in shared memory
 GROUP_PAIRS = GROUP // 2  # number of element pairs whose partial sums are in shared memory together
-# Bytes of the ring of weights. The ring must hold the weights that arrive while the tokens are read, so that loads do not stall. A
-# decode step of GPT-OSS-120B on an H200 with one token takes 2.17 ms, and 2.24 ms with a ring of 100 KB.
+# Bytes of the ring of weights. The ring must hold the weights that arrive while the tokens are read, so that loads do not stall.
+# With one token, a decode step of GPT-OSS-120B on an H200 takes 2.17 ms, and 2.24 ms with a ring of 100 KB.
 RING_BYTES = 152 * 1024
-SQUARES = 256  # shared-memory byte offset, after the barriers, of the tokens' sums of squares
+SQUARES = 256  # shared-memory byte offset of the warps' sums of squares of the tokens, which follow the barriers
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ class LaunchParameters:
 
 def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: int, count: int) -> LaunchParameters:
     """Returns the launch parameters for a GPU with ``count`` SMs.
+
+    Args:
+        tokens, hidden: number of tokens, and elements of each.
+        columns: columns of the output, that is, rows of weights. The CTAs get equal numbers of pairs of them, within one.
 
     Raises:
         ValueError: the tokens do not fit into shared memory.

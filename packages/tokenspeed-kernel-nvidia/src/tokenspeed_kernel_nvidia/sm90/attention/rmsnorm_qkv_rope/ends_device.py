@@ -1,4 +1,4 @@
-"""Arguments and host code of `rmsnorm_qkv_rope`, and RoPE with the cache write."""
+"""Arguments and host code of `rmsnorm_qkv_rope`, and the end of its epilogue: RoPE, and the writes to output and cache."""
 
 # mypy: ignore-errors
 
@@ -183,12 +183,13 @@ class Ends(Norm):
         sine: Float32,
         slot: Int64,
     ):
-        """Rounds a pair of GEMM results of a token, applies RoPE if the pair belongs to q or k, and writes the pair to the output
-        and to the cache.
+        """Rounds a pair of GEMM results of a token, applies RoPE if the pair belongs to q or k, and writes the pair to the output.
+        Writes the pair to the cache too, if it belongs to k or v. Results are rounded before RoPE and after it, as by separate
+        kernels.
 
         Args:
             out: q, k and v of all tokens.
-            first: output column of the pair's first element.
+            first: output column of the pair's first element; the second is half a head further.
             pair, cosine, sine: the GEMM results, and the rotation.
             slot: the token's cache slot; negative to write no cache.
         """

@@ -1,10 +1,15 @@
 """Device code of `rmsnorm_qkv_rope`: the GEMM of `mm.kernel_device` with residual add and RMSNorm as prologue, RoPE as epilogue.
 
-Weights are loaded through the ring of `mm.kernel_device`, but a CTA computes *pairs* of rows of weights: the two elements of a head
-that RoPE rotates together. The rows of a pair are adjacent in a tile, so one thread of the epilogue has both results. Every CTA
-reads all tokens and the residual, and adds them. A CTA keeps these sums, times the norm's weights, in shared memory as an operand
-of the MMAs. The epilogue divides a token's results by the root mean square, so no MMA waits for the root mean square. It also
-multiplies them by the scales of fp8 weights. mxfp4 weights are scaled when they are dequantised.
+Weights are loaded through the ring of `mm.kernel_device`. A CTA computes *pairs* of rows of weights: the two elements of a head
+that RoPE rotates together. The rows of a pair are adjacent in a tile, so one thread of the epilogue has both results.
+
+* Prologue: every CTA reads all tokens and the residual, and adds them. It keeps these sums, times the norm's weights, in shared
+  memory as the A operand of the MMAs.
+* Mainloop: the MMA warps split k of every ring stage. At the end of a group of 40 rows of weights, their partial sums are added
+  through shared memory, in a fixed order.
+* Epilogue: one thread per token and pair divides the results by the token's root mean square, so no MMA waits for the root mean
+  square. The thread also multiplies the results by the scales of fp8 weights, and adds the bias. Then it applies RoPE, and writes
+  to the output and the cache. mxfp4 weights are scaled when they are dequantised.
 """
 
 # mypy: ignore-errors
@@ -125,7 +130,7 @@ class Qkv(Ends, Mm):
         pairs: Int32,
         more: Int32,
     ):
-        """Runs the kernel. ``pairs`` is the least number of pairs per CTA, and ``more`` the number of CTAs with one pair more."""
+        """Runs the kernel. ``pairs``: the minimum number of pairs per CTA; ``more``: the number of CTAs with one pair more."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -182,7 +187,8 @@ class Qkv(Ends, Mm):
 
     @cute.jit
     def load_pairs(self, call: Call, work: PairWork):
-        """Loads the CTA's weights into the ring."""
+        """Loads the CTA's weights into the ring, by one bulk copy per row and stage, because the rows of a tile are not contiguous
+        in memory."""
         config = self.config
         at = first_to_fill()
         for tile in cutlass.range(0, call.rows, ROWS, unroll=1):
@@ -208,8 +214,8 @@ class Qkv(Ends, Mm):
     def keep_tokens(self, call: Call, work: PairWork, warp: Int32):
         """Prologue: stores tokens plus residual, times the norm's weights, as MMA operands in shared memory.
 
-        The rows in shared memory are padded with zeros. The tokens' sums of squares go to shared memory too. CTA i also writes
-        token i plus residual to ``total``.
+        The rows in shared memory are padded with zeros. Each warp stores its sum of squares of its token in shared memory too. CTA
+        i also writes token i plus residual to ``total``.
         """
         thread, _, _ = cute.arch.thread_idx()
         planes = self.config.planes
@@ -279,7 +285,7 @@ class Qkv(Ends, Mm):
         acc = cute.make_rmem_tensor((4,), Float32)
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
         own = call.at.ring + lane // 4 * config.pitch + offset
-        # The epilogue needs a token's position and slot. Load both here, to hide the latency of the loads.
+        # The epilogue needs the position and slot of this thread's token. Load both here, to hide the latency of the loads.
         token = thread // GROUP_PAIRS
         real = token < call.m
         self.wait_for_kernel_before(call, warp == 0)
@@ -332,7 +338,8 @@ class Qkv(Ends, Mm):
                     pair = [pair[half] + some[half] for half in range(2)]
                 pair = [pair[half] * factors[half] + call.bias.number(stored[half]) for half in range(2)]
                 self.rotate(call.out, work, token, first, pair, cosine, sine, slot)
-            if begin + GROUP < call.rows:  # the next group's partial sums and scales reuse the buffers
+            # The next group's partial sums and scales overwrite those of this group.
+            if begin + GROUP < call.rows:
                 cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
                 if const_expr(self.config.scales == "mx"):
                     self.keep_pair_scales(call, work, begin + GROUP)

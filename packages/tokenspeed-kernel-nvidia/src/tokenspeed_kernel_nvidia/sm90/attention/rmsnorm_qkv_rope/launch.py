@@ -1,4 +1,4 @@
-"""Residual add, RMSNorm, QKV projection, RoPE and KV-cache write of few tokens, fused in one kernel on Hopper.
+"""Residual add, RMSNorm, QKV projection, RoPE and KV-cache write of few tokens, fused into one kernel on Hopper.
 
 The kernel is the GEMM of `gemm.mm` with a fused prologue and epilogue. See `tokenspeed_kernel.rmsnorm_qkv_rope`. In a decode step
 of GPT-OSS-120B on an H200, the kernel takes 9.8 us for one token, from the end of the preceding kernel to its own end. The separate
@@ -46,6 +46,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 @program(arch=ARCH, configs=every_config)
 def rmsnorm_qkv_rope_program(config: QkvConfig) -> tuple[Any, tuple[Any, ...]]:
+    """The fused kernel of `kernel_device`, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
@@ -86,7 +87,8 @@ def rmsnorm_qkv_rope(
     """Launches the kernel on arguments that the operator has checked; see `tokenspeed_kernel.rmsnorm_qkv_rope`.
 
     The sum of token and residual is rounded, multiplied by the norm's weights, and rounded again. The GEMM's result is divided by
-    the root mean square. fp8 weights are multiplied unscaled; their scales multiply the result. mxfp4 weights are scaled first.
+    the root mean square. fp8 weights are multiplied unscaled, and their scales multiply the result. mxfp4 weights are scaled
+    before the MMAs.
     """
     tokens, hidden = x.shape
     columns = qkv_weight.shape[1]
@@ -97,7 +99,7 @@ def rmsnorm_qkv_rope(
         rows, weight = aligned(x), aligned(qkv_weight.mT).mT
         added = None if residual is None else aligned(residual)
         table = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
-        # Copies must live until the launch.
+        # The kernel gets addresses, so copies must live until the launch.
         _norm, *norm_at = vector_at(norm_weight)
         _bias, *bias_at = vector_at(bias)
         caches: tuple[int, ...] = (0,) * 10

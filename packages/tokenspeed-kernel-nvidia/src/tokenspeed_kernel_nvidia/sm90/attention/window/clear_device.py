@@ -1,4 +1,5 @@
-"""The clearing warp of `kernel_device`, which zeroes rows of V: masked probabilities are 0, but 0 * NaN is NaN."""
+"""The clearing warp of `kernel_device`, which zeroes rows of V outside the sequence. Such rows may hold NaN. The probabilities of
+these rows are 0, but 0 * NaN is NaN."""
 
 # mypy: ignore-errors
 
@@ -33,6 +34,8 @@ class ValueClearer:
 
     @cute.jit
     def clear(self, shared: Shared, value_words: cute.Tensor, lane: Int32):
+        """Zeroes rows of the V stages of all the CTA's work items, and signals ``v_ready`` of each stage, also if there is nothing
+        to zero."""
         c = self.config
         at = first_to_read()
         more = Boolean(True)

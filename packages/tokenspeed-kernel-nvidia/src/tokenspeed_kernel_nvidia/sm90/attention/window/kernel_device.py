@@ -9,6 +9,10 @@ The kernel is persistent and warp-specialised, with a static round-robin schedul
   (`softmax_device`) to the store of O (`store_device`). The warpgroups never wait for each other.
 * Shared memory: a ring of K and V with a work item per stage, a ring of Q tiles, and an output tile per warpgroup. All tiles of a
   work item use the item's one copy of K and V.
+* Synchronisation: a K/V stage has ``k_full``, ``v_full`` (loaded), ``v_ready`` (cleared) and ``kv_empty`` (read by all consumers).
+  A Q stage has *full* and *empty*, and belongs to one warpgroup.
+* Numerics: float32 scores, softmax and accumulators; P is rounded to 16 bits. The row max of all visible keys and the sink is known
+  before the first exponential.
 * In flight: K and V of two work items (of one with head_dim 128, of three in the variant for short sequences), and one or three Q
   tiles per warpgroup. q @ k of a tile overlaps the previous tile's epilogue if registers suffice (`Config.ahead`).
 * Limits: for long sequences, the memory traffic of q and the output (3.4 TB/s for 16 sequences of 8192, see `config`); for few new

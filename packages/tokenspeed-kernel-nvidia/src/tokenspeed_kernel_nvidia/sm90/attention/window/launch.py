@@ -34,7 +34,7 @@ from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
 @program(arch=ARCH, configs=every_config)
 def window_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
-    """The sliding-window kernel of `kernel_device`, compiled once for each `Config`."""
+    """The sliding-window kernel of `kernel_device`, compiled once for each configuration."""
     from tokenspeed_kernel_nvidia.sm90.attention.window import kernel_device
 
     return kernel_device.host(config), kernel_device.fake_arguments(config)
@@ -53,8 +53,8 @@ def _plan(
     capped: bool,
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
-    """Returns the compiled kernel for a call, the query positions per work item, and the number of CTAs. Work items are smaller if
-    there would otherwise be fewer items than SMs.
+    """Returns the compiled kernel for a call, the maximum number of query positions per work item, and the number of CTAs. Work
+    items are smaller if there would otherwise be fewer items than SMs.
 
     Args:
         short: whether no sequence has more than SHORT queries.

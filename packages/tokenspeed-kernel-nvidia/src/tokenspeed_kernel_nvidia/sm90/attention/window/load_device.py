@@ -53,6 +53,13 @@ class KvLoader:
     def load(
         self, shared: Shared, k: Tma, v: Tma, sequences: Sequences, block: Int32, page_size: Int32, kv_heads: Int32, lane: Int32
     ):
+        """Loads the keys and values of all the CTA's work items, one item per stage. Row 0 of a stage is the key `REACH` positions
+        before the item's first position, or with a paged cache 8 positions earlier if that makes the row a multiple of 16, the size
+        of a box. Boxes outside the sequence are not loaded.
+
+        Args:
+            block: the maximum number of query positions of a work item.
+        """
         c = self.config
         k_boxes, v_boxes = self.rings.k.boxes(shared.storage.k, c.box), self.rings.v.boxes(shared.storage.v, c.box)
         index, step = own_indices()
@@ -93,6 +100,7 @@ class KvLoader:
                 index = blocks.next(index)
             before = blocks.end
             group += LANES
+        # One more record tells the consumers that there are no more work items.
         shared.kv_empty.wait(at)
         if lane == 0:
             shared.record(at).write_end()
@@ -125,6 +133,8 @@ class QLoader:
 
     @cute.jit
     def load(self, shared: Shared, q: Tma, sequences: Sequences, block: Int32, kv_heads: Int32, lane: Int32):
+        """Loads the Q tiles of all the CTA's work items. This warp finds the work items itself, in the same order as `KvLoader`, so
+        the two warps need no synchronisation. Rows outside the sequence hold other queries; their results are never stored."""
         c = self.config
         boxes = self.rings.q.packed_boxes(shared.storage.q, c.heads, c.positions)
         index, step = own_indices()

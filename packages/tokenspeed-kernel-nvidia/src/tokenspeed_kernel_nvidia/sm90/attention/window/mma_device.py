@@ -1,4 +1,7 @@
-"""The consumer warpgroups of `kernel_device`: the mainloop over tiles, with both GEMMs of each tile."""
+"""The consumer warpgroups of `kernel_device`: the mainloop over tiles.
+
+A tile has one q @ k, over all keys that its rows may see, and one P @ V. So there is no loop over blocks of keys.
+"""
 
 # mypy: ignore-errors
 
@@ -28,7 +31,8 @@ class Operands:
 
     Attributes:
         q: shared-memory descriptors of Q tiles, by ring stage.
-        k, v: shared-memory descriptors of the keys and values of a tile, by the first row in the stage divided by 8, and by stage.
+        k, v: shared-memory descriptors of the keys and values of a tile: by the tile's first row in the K/V stage, divided by 8
+            (``eighth``), and by stage. The swizzle repeats every 8 rows, so a view may begin at each multiple of 8.
         scores: the accumulator of q @ k.
         acc: the accumulator of P @ V.
         probs: probabilities in registers, the A operand of P @ V.
@@ -73,7 +77,8 @@ class Consumers:
         row = thread // LANES * 16 + lane // 4
         mine = Rows((row, row + 8), (row // c.heads, (row + 8) // c.heads), lane % 4 * 2)
 
-        # `kv_at` is the cursor of the current work item, and `tile` the index of the current tile in that item.
+        # `kv_at` is the cursor of the current work item, `count` its number of tiles, and `tile` the index of the current tile in
+        # that item. This warpgroup's tiles may skip a whole item, which `seek` releases too.
         kv_at = first_to_read()
         shared.k_full.wait(kv_at)
         count, tile = shared.record(kv_at).count, Int32(wg)
@@ -99,7 +104,7 @@ class Consumers:
             self.softmax.mask(ops.scores, tile_at.position, window_left, mine)
             row_max, row_sum = self.softmax.apply(ops.scores, ops.probs, scale, sinks, lane)
 
-            shared.v_ready.wait(kv_at)
+            shared.v_ready.wait(kv_at)  # the values have been loaded, and rows outside the sequence have been zeroed
             start_mma(pv, ops.acc, ops.probs, ops.v[None, None, None, eighth, kv_at.stage])
             inverse = []
             for r in cutlass.range_constexpr(2):
@@ -130,6 +135,7 @@ class Consumers:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def operands(self, shared: Shared, qk: cute.TiledMma, pv: cute.TiledMma, thread: Int32) -> Operands:
+        """Returns a thread's MMA operands and accumulators. ``thread``: its index in the warpgroup."""
         c = self.config
         qk_thread, pv_thread = qk.get_slice(thread), pv.get_slice(thread)
         return Operands(

@@ -62,7 +62,7 @@ class Work:
             length = sequences.cache_seqlens[index] if const_expr(self.config.paged) else queries
             first = length - queries
             if queries > 0:
-                blocks = (length - first // 8 * 8 + block - 1) // block
+                blocks = (length - first // 8 * 8 + block - 1) // block  # the first block begins at a multiple of 8
         ends = before + warp_prefix_sum(blocks, lane)
         return Blocks(step, token, first, length, blocks, ends, cute.arch.shuffle_sync(ends, LANES - 1), block, kv_heads)
 

@@ -1,4 +1,5 @@
-"""Masks and softmax of a tile. One GEMM computes all scores of a tile, so the softmax needs no rescale."""
+"""Masks and softmax of a tile. One GEMM computes all scores of a tile, so the row max is known before the first exponential, and
+the softmax needs no rescale."""
 
 # mypy: ignore-errors
 
@@ -61,8 +62,8 @@ class TileSoftmax:
         V.
 
         Returns:
-            The row max of this thread's two rows, and the thread's partial row sums. One of a quad's four lanes includes the sink
-            in its partial sum.
+            The row max of this thread's two rows, which includes the sink, and the thread's partial row sums, which the caller sums
+            over the quad. One of a quad's four lanes includes the sink in its partial sum.
         """
         c = self.config
         groups = c.keys // 8
@@ -77,6 +78,7 @@ class TileSoftmax:
                 odd = softmax.exp2_ftz(scores[4 * j + 2 * r + 1] * scale - row_max[r])
                 row_sum[r] += even + odd
                 words[2 * j + r] = Int32(pack(self.dtype, even, odd))
+        # The k of P @ V is a multiple of 16: pad the probabilities with zeros if the number of keys is not.
         for j in cutlass.range_constexpr(2 * groups, c.inner // 4):
             words[j] = Int32(0)
         return row_max, row_sum

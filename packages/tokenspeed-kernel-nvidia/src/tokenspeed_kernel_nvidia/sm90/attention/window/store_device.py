@@ -60,8 +60,8 @@ class Epilogue:
         thread: Int32,
         wg: Int32,
     ):
-        """Normalises and stores a tile's output, by TMA if all its rows belong to the sequence. ``inverse``: the reciprocals of
-        this thread's two row sums."""
+        """Normalises and stores a tile's output: by TMA if all its rows belong to the sequence, otherwise from registers, row by
+        row. ``inverse``: the reciprocals of this thread's two row sums."""
         c = self.config
         rounded = cute.make_rmem_tensor(acc.shape, self.rings.dtype)
         words = cute.recast_tensor(rounded, Int32)
