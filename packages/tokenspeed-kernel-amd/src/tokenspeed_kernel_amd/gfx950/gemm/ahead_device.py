@@ -1,5 +1,17 @@
 # mypy: ignore-errors
-"""A tile of `mm` for one wave per SIMD: MFMAs of a block of k alternate with copies and reads of later blocks."""
+"""A tile of `mm` for one wave per SIMD: MFMAs of a block of k alternate with copies and reads of later blocks.
+
+With one wave per SIMD, no other wave hides the latency of memory. So the mainloop works on three blocks of k at once: MFMAs
+multiply a block in registers, the next block is read from LDS to registers, and a later block is copied from global memory directly
+to LDS.
+
+The tile is divided into ``parts_m`` x ``parts_n`` parts with an accumulator each. The MFMAs of one part are a *group*. One copy or
+one read precedes each group. A block of k has two copies (a and b) and a read for each part of a and of b, so there must be
+``2 + parts_m + parts_n`` groups. `in_order` keeps the compiler from moving MFMAs and reads across the boundaries of groups.
+
+With float32 block scales, the MFMAs of a group start from 0. The VALU multiplies the result by the scales and adds it to the
+accumulator during the MFMAs of the next group. So the result of one group is always *pending*.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,19 @@
 """GEMM of mxfp8, mxfp4 and fp8 operands on the scaled MFMA (16 x 16 x 128), and of few rows of nvfp4 and 16-bit floats (16 x 16 x
 32).
 
-e8m0 scales are operands of the MFMAs, so nothing is dequantised. Scales of tensors, tokens and channels multiply the accumulator.
-Float32 scales of 128 x 128 blocks multiply each step's partial sum, which is then added to the accumulator. With many rows, the
-VALU does this for one group of MFMAs while the next group executes. By the timing model, 2048 x 1024 x 2048 takes 3.3 us; it took
-5.7 us with 8 waves, each of which waited for its MFMAs. Packed FMAs in inline assembly took 3.9 us: the compiler cannot move them
-between the MFMAs of a group.
-The scaled MFMA has no e4m3 scales for 16 elements: `nvfp4_device` multiplies nvfp4's codes by their scales in float16, exactly.
-Both operands are read as lines along k: rows of a, and columns of b.
-Other operands, such as a b whose rows are contiguous, are copied first.
+Scales, by their granularity:
+
+* e8m0 scales of 32 elements are operands of the MFMAs, so nothing is dequantised.
+* Scales of tensors, tokens and channels multiply the accumulator.
+* Float32 scales of 128 x 128 blocks multiply each step's partial sum, which is then added to the accumulator. With many rows, the
+  VALU does this for one group of MFMAs while the next group executes. By the timing model, 2048 x 1024 x 2048 takes 3.3 us; it
+  took 5.7 us with 8 waves, each of which waited for its MFMAs. Packed FMAs in inline assembly took 3.9 us, because the compiler
+  cannot move them between the MFMAs of a group.
+* The scaled MFMA has no e4m3 scales for 16 elements. So `nvfp4_device` multiplies nvfp4's codes by their scales in float16, which
+  is exact.
+
+Both operands are read as lines along k: rows of a, and columns of b. Other operands, such as a b whose rows are contiguous, are
+copied first.
 
 * LDS: a ring of blocks of k of both operands, filled by asynchronous copies. XORed addresses avoid bank conflicts without padding.
   A chunk of scales goes through registers to LDS, in the order in which MFMAs read it.

@@ -1,10 +1,13 @@
 # mypy: ignore-errors
 """Device code of `dense`: GEMMs of bf16 tokens and bf16 weights in the checkpoint's layout, [experts, rows, k].
 
-Few pairs: the rows of the MFMAs' left operand are 16 rows of weights per wave, which a wave loads from global memory directly. The
-columns of the right operand are 16 rows of tokens. Waves that split k, or have different experts, need different columns: column
-``c`` of the accumulator is valid for one wave only, and the others are discarded. Many pairs: a workgroup copies tokens and
-weights to LDS, a *step* of k at a time.
+Few pairs: the left operand of the MFMAs (16 x 16 x 32) is 16 rows of weights per wave, which a wave loads from global memory to
+registers, without LDS. The right operand is 16 rows of tokens, the columns of the accumulator. The waves of a workgroup have
+different ranges of k, or different experts, so each wave needs other tokens. The 16 columns are divided among the waves: a column
+has the tokens of one wave, and its dot products with the weights of other waves are discarded. This costs no time, because the GEMM
+is memory-bound.
+
+Many pairs: a workgroup copies tokens and weights directly to LDS, a *step* of k at a time, ``config.stages - 1`` steps ahead.
 """
 
 from __future__ import annotations
@@ -97,6 +100,16 @@ def pair_of(position, lane, index, count):
 
 @gluon.jit
 def multiply_pairs(operands, position, lane, expert, first_feature, features, swiglu, shape: gl.constexpr):
+    """Computes 16 features of the gate/up GEMM, and the activation, for up to PAIRS pairs of ``expert``. Wave ``w`` has the range
+    ``w`` of k, and so have the columns ``c`` with ``c % SPLIT == w``; the columns of a pair are adjacent.
+
+    Args:
+        position: int32 [64], the position of the lane's pair among the expert's pairs, counted from 1 at the workgroup's own pair;
+            at most 0 for other pairs.
+        lane: int32 [64], the lane's pair.
+        first_feature: the first of the 16 features.
+        operands, features, swiglu, shape: see `first_kernel`.
+    """
     k: gl.constexpr = shape.k
     steps: gl.constexpr = steps_of(k, SPLIT)
     mfma: gl.constexpr = isa.mfma_layout([16, 16, 32], False, [SPLIT, 1])
@@ -249,6 +262,7 @@ def copy_step(base, offsets, shared, step, stage):
 
 @gluon.jit
 def copy_all(tokens, token_offsets, token_shared, weight, first_offsets, first_shared, second_offsets, second_shared, step, stage):
+    """Starts the copies of a step of tokens and of both halves of the weights to LDS buffer ``stage``, as one group of copies."""
     copy_step(tokens, token_offsets, token_shared, step, stage)
     copy_step(weight, first_offsets, first_shared, step, stage)
     copy_step(weight, second_offsets, second_shared, step, stage)

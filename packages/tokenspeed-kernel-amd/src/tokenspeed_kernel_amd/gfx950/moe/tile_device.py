@@ -257,11 +257,13 @@ def scales_of(words, FIRST: gl.constexpr, COUNT: gl.constexpr, warps: gl.constex
 
 @gluon.jit
 def load_half_quad(strips, quad, warps: gl.constexpr):
+    """Loads the `HalfQuad` with index ``quad``. Elements beyond k are zeros."""
     return HalfQuad(load_weight(strips, quad * 4, 0, warps), load_scale(strips, quad, 0))
 
 
 @gluon.jit
 def load_quad(strips, quad, warps: gl.constexpr):
+    """Loads the `Quad` with index ``quad``: four loads in flight. Elements beyond k are zeros."""
     return Quad(
         load_weight(strips, quad * 4, 0, warps),
         load_weight(strips, quad * 4, 1, warps),
