@@ -68,7 +68,7 @@ class LatentCache:
         ropes: the rotary parts.
         page_vectors: distance from one page to the next, in vectors of 16 bytes.
         page_size: slots per page; 1 in sparse attention, where every key has an entry of its own in ``listed``.
-        chosen: in sparse attention, the number of slots of a page, of which ``table`` has the chosen ones; otherwise 0.
+        chosen: in sparse attention, the number of slots of a page; ``table`` then has the chosen slots, not pages. Otherwise 0.
         token_vectors: distance from one slot of a page to the next, in vectors of 16 bytes.
     """
 

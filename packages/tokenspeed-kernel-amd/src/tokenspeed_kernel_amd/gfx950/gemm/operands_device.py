@@ -361,7 +361,7 @@ def load_chunk(a_scales, b_scales, chunk):
 
 @gluon.jit
 def store_chunk(a_scales, b_scales, a_words, b_words):
-    """Stores a chunk of scales to LDS: of both operands; float32 scales are multiplied, and stored once."""
+    """Stores a chunk of scales of both operands to LDS. Float32 scales of a and b are multiplied first, and stored as one."""
     if a_words.dtype == gl.float32:
         store_scales(a_scales, a_words * b_words)
     else:
@@ -420,7 +420,7 @@ def read_scales(scales, block, STEPS: gl.constexpr):
 
 @gluon.jit
 def read_factors(scales, row):
-    """Reads a step's float32 scales, those of both operands multiplied, from LDS, float32 [rows, 1] in the accumulator's layout."""
+    """Reads a step's float32 scales (a's scale times b's scale) from LDS, float32 [rows, 1] in the accumulator's layout."""
     words = scales.shared.index(row)
     waves_k: gl.constexpr = scales.waves_k
     count: gl.constexpr = words.shape[0] // waves_k
@@ -442,7 +442,7 @@ def copy_blocks(a, b, block, stage, shape: gl.constexpr):
 
 @gluon.jit
 def unit_scales(lines, count: gl.constexpr, STEPS: gl.constexpr):
-    """Block scales of 1 for an operand's ``count`` lines."""
+    """Returns block scales of 1 for an operand's ``count`` lines: the scaled MFMA then computes plain dot products."""
     layout: gl.constexpr = scale_layout(lines.layout, lines.waves_k, count, 4 * STEPS)
     if lines.waves_k == 1:
         scales = gl.full([count, 4 * STEPS], 127, gl.uint8, layout)

@@ -57,7 +57,7 @@ def load_step(base, offsets, place, step, k: gl.constexpr, some, SPLIT: gl.const
     Args:
         offsets: the first step's offsets from ``base``.
         place: the positions of the first step's elements in k.
-        some: the elements to load; the others are zeros, and so are elements beyond k.
+        some: mask of the elements to load. All other elements, and elements beyond k, are zeros.
     """
     mask = some
     if k % (STEP * SPLIT) != 0:
@@ -71,8 +71,8 @@ def load_step(base, offsets, place, step, k: gl.constexpr, some, SPLIT: gl.const
 @gluon.jit
 def first_kernel(operands, pairs, features, swiglu, shape: gl.constexpr):
     """Computes the gate/up GEMM. Workgroups are numbered by (token, expert) pair and by block of 16 features; the block varies
-    fastest. The workgroups of an expert's first pair compute up to PAIRS pairs of the expert, those of its fifth pair the next, and
-    so on. All other workgroups exit at once.
+    fastest. The workgroups of an expert's first pair compute up to PAIRS (4) pairs of the expert. The workgroups of its fifth pair
+    compute the next PAIRS pairs, and so on. All other workgroups exit at once.
 
     Args:
         operands, swiglu, shape: the tensors, the activation's parameters and the constants of the GEMM, see `dense`.
@@ -168,7 +168,8 @@ def multiply_pairs(operands, position, lane, expert, first_feature, features, sw
 
 @gluon.jit
 def sum_of_splits(acc):
-    """Returns the sum over the parts of k, [16, PAIRS]. Wave ``w`` has part ``w``, as have the columns ``c % SPLIT == w``."""
+    """Returns the sum over the parts of k, [16, PAIRS]. Part ``w`` is in the rows of wave ``w`` and in the columns ``c`` with
+    ``c % SPLIT == w``; all other elements of the accumulator are discarded."""
     row = gl.arange(0, ROWS * SPLIT, gl.SliceLayout(1, acc.type.layout))
     column = gl.arange(0, ROWS, gl.SliceLayout(0, acc.type.layout))
     own = gl.where((row // ROWS)[:, None] == (column % SPLIT)[None, :], acc, 0.0)
@@ -178,7 +179,7 @@ def sum_of_splits(acc):
 @gluon.jit
 def second_kernel(operands, features, shape: gl.constexpr):
     """Computes the down projection and the sum over slots. The grid is [blocks of 16 features, tokens]. Each wave has one part of k
-    of one slot, and so has each column: only the blocks where wave and column are the same are used.
+    of one slot, and so has each column: only the 16 rows of wave ``w`` in column ``w`` are used.
 
     Args:
         operands, shape: the tensors and the constants of the GEMM, see `dense`.

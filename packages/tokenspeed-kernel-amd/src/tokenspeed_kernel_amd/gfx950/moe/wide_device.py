@@ -277,6 +277,7 @@ def load_columns(columns, quad, HALF: gl.constexpr, shape: gl.constexpr):
 
 @gluon.jit
 def store_columns(shared, arrived, encoding: gl.constexpr):
+    """Stores two steps of the tokens to LDS. ``arrived``: the result of `load_columns`."""
     for plane in gl.static_range(encoding.planes):
         shared.codes.index(plane).store(arrived[plane])
         if encoding.scales == "block":
@@ -316,7 +317,7 @@ def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, 
 
 @gluon.jit
 def two_steps(tensor, AXIS: gl.constexpr, layout: gl.constexpr):
-    """Splits an MMA operand of two steps, a tensor with two axes of which AXIS is k, into its steps."""
+    """Splits an MMA operand of two steps, a tensor of two axes, into its steps. AXIS: the axis that is k."""
     if AXIS == 1:
         parts = tensor.reshape(tensor.shape[0], 2, tensor.shape[1] // 2).permute(0, 2, 1)
     else:
