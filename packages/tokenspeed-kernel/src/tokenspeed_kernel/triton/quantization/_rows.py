@@ -111,6 +111,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 class MatrixTile(NamedTuple):
     """A tile of a matrix, and the warps of the program that processes it."""
+
     rows: int
     columns: int
     warps: int
