@@ -100,7 +100,7 @@ def gated_kernel(
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Computes one tile [ROWS, COLUMNS] of the gated activation, in float32, and rounds it once. The column tile varies fastest."""
+    # Computes one tile [ROWS, COLUMNS] of the gated activation, in float32, and rounds it once. The column tile varies fastest.
     program = tl.program_id(0)
     row = (program // column_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (program % column_tiles) * COLUMNS

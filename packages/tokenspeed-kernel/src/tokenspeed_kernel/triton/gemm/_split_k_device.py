@@ -27,9 +27,8 @@ def sum_splits_kernel(
     INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Adds the float32 partial sums ``[SPLITS, batch, M, N]`` of one tile in the order of splits, and runs the epilogue: bias,
-    rounding, store. ``elements``: number of elements of one split, ``batch * M * N``.
-    """
+    # Adds the float32 partial sums ``[SPLITS, batch, M, N]`` of one tile in the order of splits, and runs the epilogue: bias,
+    # rounding, store. ``elements``: number of elements of one split, ``batch * M * N``.
     start(EARLY)
     down, across = tl.cdiv(M, _ROWS), tl.cdiv(N, _COLUMNS)
     batch, index = (tl.program_id(0) // (down * across)).to(tl.int64), tl.program_id(0) % (down * across)

@@ -45,7 +45,6 @@ def mm(
     alpha: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Implements the operator `tokenspeed_kernel.mm`, which documents the arguments."""
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or default_out_dtype(a))
     _multiply(a, b, a_scale, b_scale, bias, alpha, out)
@@ -80,7 +79,6 @@ def bmm(
     alpha: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Implements the operator `tokenspeed_kernel.bmm`, which documents the arguments."""
     if out is None:
         out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype or default_out_dtype(a))
     _multiply(a, b, a_scale, b_scale, None, alpha, out)
@@ -96,13 +94,12 @@ def _multiply(
     alpha: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Computes a GEMM, or a batch of them, with the first eligible of four kernels:
-
-    1. `direct`: the tensor cores support both operands as stored.
-    2. `words`: few rows of a, and e2m1 weights.
-    3. `once`: many rows of a; b is dequantised in a launch of its own.
-    4. `decoded`: everything else; each program dequantises what it reads.
-    """
+    # Computes a GEMM, or a batch of them, with the first eligible of four kernels:
+    #
+    # 1. `direct`: the tensor cores support both operands as stored.
+    # 2. `words`: few rows of a, and e2m1 weights.
+    # 3. `once`: many rows of a; b is dequantised in a launch of its own.
+    # 4. `decoded`: everything else; each program dequantises what it reads.
     if not out.numel():
         return
     # If a has one-byte scales, it is dequantised once, instead of in every program that reads it.

@@ -99,7 +99,7 @@ class Swiglu(NamedTuple):
 
 @triton.jit
 def _activated(gate, up, swiglu, LIMITED: tl.constexpr):
-    """Returns the gated activation of float32 ``gate`` and ``up``, see `Swiglu`."""
+    # Returns the gated activation of float32 ``gate`` and ``up``, see `Swiglu`.
     if LIMITED:
         gate, up = clamp_gated(gate, up, swiglu.limit)
     return (up + swiglu.beta) * gate / (1.0 + tl.exp(-swiglu.alpha * gate))

@@ -64,7 +64,7 @@ def _exp(x):
 
 @triton.jit
 def _sigmoid(x):
-    """Returns ``1 / (1 + exp(-x))`` with a correctly rounded division."""
+    # Returns ``1 / (1 + exp(-x))`` with a correctly rounded division.
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + _exp(-x))
 
 
@@ -267,7 +267,7 @@ def topk_kernel(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Routes ROWS tokens per program. Writes ``weights``, float32 [tokens, top_k], and ``ids_out`` [tokens, top_k]."""
+    # Routes ROWS tokens per program. Writes ``weights``, float32 [tokens, top_k], and ``ids_out`` [tokens, top_k].
     start(EARLY)
     route(
         logits,

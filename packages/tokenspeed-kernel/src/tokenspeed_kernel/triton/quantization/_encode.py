@@ -41,7 +41,6 @@ class Abilities(NamedTuple):
 
 
 def abilities(device: torch.device) -> Abilities:
-    """Returns the `Abilities` of a device."""
     platform = platform_of(device)
     return Abilities(
         native=platform.is_nvidia and platform.arch_version >= _FP8_NATIVE_SINCE,

@@ -110,8 +110,6 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 class MatrixTile(NamedTuple):
-    """A tile of a matrix, and the warps of the program that processes it."""
-
     rows: int
     columns: int
     warps: int

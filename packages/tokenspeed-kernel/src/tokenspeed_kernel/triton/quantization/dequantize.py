@@ -48,7 +48,6 @@ def _layout_of(shape: torch.Size, block_size: int, stored: torch.dtype, scale_sh
     tags={"determinism"},
 )
 def dequantize_fp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size: int, out: Tensor | None) -> Tensor:
-    """Implements the operator `tokenspeed_kernel.dequantize_fp8`, which documents the arguments."""
     made = made_or(out, tuple(q.shape), out_dtype, q)
     if q.numel():
         layout = _layout_of(q.shape, block_size, scale.dtype, scale.shape)

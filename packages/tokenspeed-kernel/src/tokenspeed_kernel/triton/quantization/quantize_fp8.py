@@ -68,7 +68,6 @@ def quantize_fp8(
     out: Tensor | None,
     scale_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Implements the operator `tokenspeed_kernel.quantize_fp8`, which documents the arguments."""
     k = x.shape[-1]
     q = made_or(out, tuple(x.shape), dtype, x)
     scale = made_or(scale_out, quantised_scale_shape(tuple(x.shape), granularity, block_size, scale_dtype), scale_dtype, x)
@@ -84,7 +83,7 @@ def quantize_fp8(
 
 
 def _format(x: Tensor, dtype: torch.dtype) -> dict[str, object]:
-    """Returns the kernels' compile-time arguments that depend on the fp8 dtype and on the device."""
+    # Returns the kernels' compile-time arguments that depend on the fp8 dtype and on the device.
     able = abilities(x.device)
     return {
         "FORMAT": FP8_NAMES[dtype],
@@ -96,8 +95,8 @@ def _format(x: Tensor, dtype: torch.dtype) -> dict[str, object]:
 
 
 def _groups(x: Tensor, q: Tensor, scale: Tensor, length: int) -> None:
-    """Quantises groups of ``length`` consecutive elements of each row. Groups that do not fit in registers are quantised as regions
-    of one row."""
+    # Quantises groups of ``length`` consecutive elements of each row. Groups that do not fit in registers are quantised as regions
+    # of one row.
     rows = rows_of(x)
     if min(length, x.shape[-1]) > _HELD:
         return _regions(rows[None], q, scale, 1, length)
@@ -166,7 +165,7 @@ def _regions(x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int) -> No
 
 
 def _whole(x: Tensor, q: Tensor, scale: Tensor) -> None:
-    """Quantises x with one scale, in two launches: partial maxima, then quantisation."""
+    # Quantises x with one scale, in two launches: partial maxima, then quantisation.
     x = x.contiguous()
     elements = x.numel()
     config = _WHOLE_LARGE if config_for(elements).tile > _WHOLE_SMALL.tile else _WHOLE_SMALL

@@ -205,9 +205,8 @@ def quantize_regions_kernel(
 
 @triton.jit
 def partial_maxima_kernel(x_ptr, partial_ptr, elements, TILE: tl.constexpr):
-    """First launch for a scale per tensor: each program stores the amax of its share of x, a grid-stride loop over tiles, to
-    ``partial_ptr``, float32 [programs]. A NaN in x makes its program's result NaN.
-    """
+    # First launch for a scale per tensor: each program stores the amax of its share of x, a grid-stride loop over tiles, to
+    # ``partial_ptr``, float32 [programs]. A NaN in x makes its program's result NaN.
     amax = tl.zeros([TILE], tl.float32)
     first = tl.program_id(0).to(tl.int64) * TILE
     step = tl.num_programs(0).to(tl.int64) * TILE
@@ -234,10 +233,9 @@ def quantize_tensor_kernel(
     INTERPRETED: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Second launch for a scale per tensor: each program reduces all partial maxima to the scale, and quantises one tile of x.
-
-    Program 0 processes the end of x, which the first launch has read last and the cache may still hold.
-    """
+    # Second launch for a scale per tensor: each program reduces all partial maxima to the scale, and quantises one tile of x.
+    #
+    # Program 0 processes the end of x, which the first launch has read last and the cache may still hold.
     at = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE + tl.arange(0, TILE)
     x = tl.load(x_ptr + at, mask=at < elements, other=0.0).to(tl.float32)
     index = tl.arange(0, PARTIALS)

@@ -30,7 +30,6 @@ _CHANNELS = 256
     tags={"determinism"},
 )
 def quantize_fp8_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Implements the operator `tokenspeed_kernel.quantize_fp8_with_scale`, which documents the arguments."""
     q = made_or(out, tuple(x.shape), dtype, x)
     if x.numel():
         one_scale = scale.ndim == 0 or tuple(scale.shape) == (1,)

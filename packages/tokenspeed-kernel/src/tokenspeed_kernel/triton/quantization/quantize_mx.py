@@ -31,7 +31,6 @@ device_code = DeviceModule(__name__ + "_device")
 def quantize_mxfp8(
     x: Tensor, scale_rounding: str, scale_layout: str, out: Tensor | None, scale_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Implements the operator `tokenspeed_kernel.quantize_mxfp8`, which documents the arguments."""
     q = made_or(out, tuple(x.shape), torch.float8_e4m3fn, x)
     return _launch(x, q, scale_layout, out, scale_out, up=scale_rounding == "up")
 
@@ -54,7 +53,7 @@ def quantize_mxfp4(x: Tensor, scale_layout: str, out: Tensor | None, scale_out: 
 def _launch(
     x: Tensor, q: Tensor, scale_layout: str, out: Tensor | None, scale_out: Tensor | None, up: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Launches `quantize_mx_kernel`: mxfp4 if q is uint8, otherwise mxfp8. ``up``: whether scales are rounded up."""
+    # Launches `quantize_mx_kernel`: mxfp4 if q is uint8, otherwise mxfp8. ``up``: whether scales are rounded up.
     scale = made_or(scale_out, block_scales_shape(x, BLOCK_MX, scale_layout), torch.uint8, x)
     if x.numel():
         rows = rows_of(x)

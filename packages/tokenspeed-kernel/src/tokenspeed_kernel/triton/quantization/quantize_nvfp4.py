@@ -31,7 +31,6 @@ device_code = DeviceModule(__name__ + "_device")
 def quantize_nvfp4(
     x: Tensor, global_scale: Tensor, scale_layout: str, out: Tensor | None, scale_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Implements the operator `tokenspeed_kernel.quantize_nvfp4`, which documents the arguments."""
     q = made_or(out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x)
     scale = made_or(scale_out, block_scales_shape(x, BLOCK_NVFP4, scale_layout), torch.float8_e4m3fn, x)
     if x.numel():

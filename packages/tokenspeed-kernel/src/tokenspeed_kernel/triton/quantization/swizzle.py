@@ -33,7 +33,6 @@ _BYTES = 4096
     tags={"determinism"},
 )
 def swizzle_scales(scale: Tensor, out: Tensor | None) -> Tensor:
-    """Implements the operator `tokenspeed_kernel.swizzle_scales`, which documents the arguments."""
     *lead, rows, columns = scale.shape
     made = made_or(out, (*lead, *swizzled_shape(rows, columns)), scale.dtype, scale)
     _launch(scale, made, to_tiles=True)
@@ -50,7 +49,6 @@ def swizzle_scales(scale: Tensor, out: Tensor | None) -> Tensor:
     tags={"determinism"},
 )
 def unswizzle_scales(scale: Tensor, rows: int, columns: int, out: Tensor | None) -> Tensor:
-    """Implements the operator `tokenspeed_kernel.unswizzle_scales`, which documents the arguments."""
     made = made_or(out, (*scale.shape[:-5], rows, columns), scale.dtype, scale)
     _launch(made, scale.contiguous(), to_tiles=False)
     return finish(made, out)

@@ -76,8 +76,8 @@ def _segment_of(number, cu_seqlens, batch, size, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _part_of(block, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Returns the `Part` of the state with index ``block``. Heads vary fastest, so programs of neighbouring heads, which share B
-    and C, are adjacent in the grid."""
+    # Returns the `Part` of the state with index ``block``. Heads vary fastest, so programs of neighbouring heads, which share B and
+    # C, are adjacent in the grid.
     row = block // SHAPE.heads * TILE.rows + tl.arange(0, TILE.rows)
     column = tl.arange(0, TILE.columns)
     return Part(block % SHAPE.heads, row, column, row < SHAPE.head_dim, column < SHAPE.state_dim)
