@@ -27,9 +27,11 @@ from gpt_oss.model import GptOss
 from gpt_oss.sequences import Flight, Running
 from gpt_oss.transfer import sent
 
+# The fields of `_Rows` whose elements have 64 bits, and those whose elements have 32 bits.
 _WIDE = ("tokens", "positions", "offsets", "seeds", "sources")
-_PARTS = ("model", "greedy", "sampled")
 _NARROW = ("cache_seqlens", "top_k", "temperature", "top_p")
+# The parts of a pass, each captured into a graph of its own. A step runs "model", then one of the others.
+_PARTS = ("model", "greedy", "sampled")
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
@@ -173,6 +175,7 @@ class Decoder:
     # -- one pass -------------------------------------------------------------------------------------------------------------
 
     def _run(self, size: int, part: str) -> None:
+        """Replays the graph of a part of a pass, or launches the part from Python."""
         if self._captured:
             self._graphs[size, part].replay()
         else:
@@ -205,6 +208,7 @@ class Decoder:
         rows.cache_seqlens[:size].add_(1)
 
     def _batch(self, size: int) -> Batch:
+        """Returns the batch of a pass of ``size`` rows, whose tensors are views of the static buffers."""
         rows = self._rows
         return Batch(
             phase=Phase.DECODE,
@@ -255,6 +259,7 @@ class Decoder:
         self._written_pages[len(sequences) : size] = -1
 
     def _pages_of(self, sequence: Running) -> Tensor:
+        """Returns a sequence's row of the page table, on the host: its pages, then -1."""
         row = torch.full((self._page_table.shape[1],), -1, dtype=torch.int32)
         row[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
         return row

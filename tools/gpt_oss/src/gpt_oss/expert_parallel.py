@@ -38,6 +38,7 @@ class ExpertParallelGptOss(ShardedGptOss):
         self._own = torch.where((numbers >= 0) & (numbers < count), numbers, -1).int().to(self.device)
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
+        """Overrides `GptOss._run_layers`: runs the layers on dispatched tokens or on all tokens, by the number of tokens."""
         run = self._run_dispatched if len(hidden) >= self.dispatched_tokens else self._run_replicated
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -50,11 +51,11 @@ class ExpertParallelGptOss(ShardedGptOss):
     ) -> tuple[Tensor, Tensor | None]:
         """Runs a layer on tokens that every rank has, with each rank's experts on all tokens."""
         ops, group = self.ops, self.group
-        product, residual = self._attend(layer, hidden, residual, batch, caches)
-        normed, weights, ids, residual = self._route(layer, ops.all_reduce(product, group, product), residual)
+        partial, residual = self._attend(layer, hidden, residual, batch, caches)
+        normed, weights, ids, residual = self._route(layer, ops.all_reduce(partial, group, partial), residual)
         own = self._own.index_select(0, ids.flatten()).view_as(ids)
-        product = ops.moe_apply(normed, layer.experts, weights, own, layer.plan)
-        return ops.all_reduce(product, group, product), residual
+        partial = ops.moe_apply(normed, layer.experts, weights, own, layer.plan)
+        return ops.all_reduce(partial, group, partial), residual
 
     def _run_dispatched(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
@@ -63,10 +64,10 @@ class ExpertParallelGptOss(ShardedGptOss):
         dispatched tokens.
         """
         ops, group, tokens = self.ops, self.group, len(hidden)
-        product, residual = self._attend(layer, hidden, residual, batch, caches)
+        partial, residual = self._attend(layer, hidden, residual, batch, caches)
         count = -(-tokens // group.world_size)
         start, stop = slices_of(tokens, count, group.rank)
-        attended = ops.reduce_scatter(filled(product, 0, count * group.world_size), group)
+        attended = ops.reduce_scatter(filled(partial, 0, count * group.world_size), group)
         normed, weights, ids, total = self._route(layer, attended, filled(residual[start:stop], 0, count))
         ids[stop - start :] = -1  # padding rows have no experts
         experts = group.world_size * self.config.num_local_experts

@@ -124,7 +124,8 @@ class GptOss:
             unembedding = self.embedding if config.tie_word_embeddings else self._read("lm_head.weight")
             self.unembedding = self._quantized(unembedding, None)
         self._decoder_weights = self._whole_layers()
-        self._served: dict[tuple[int, int, torch.dtype], bool] = {}
+        # Number of tokens, page size and cache dtype of a decode pass -> whether one kernel runs all layers.
+        self._one_call_by_shape: dict[tuple[int, int, torch.dtype], bool] = {}
 
     def forward(self, batch: Batch, cache: PagedKVCache | None, out: Tensor | None = None) -> Tensor:
         """Runs a batch, and writes its keys and values to the batch's cache slots. Changes nothing else.
@@ -191,13 +192,13 @@ class GptOss:
             return self.one_call
         cache = arguments["k_cache"]
         key = len(arguments["x"]), cache.shape[2], cache.dtype
-        found = self._served.get(key)
+        found = self._one_call_by_shape.get(key)
         if found is None:
             chosen = None
             # The operator takes only caches of the model's dtype.
             if cache.dtype == self.dtype:
                 chosen = tokenspeed_kernel.get_operator("decoder_layers").function.explain(**arguments).chosen
-            found = self._served[key] = chosen is not None and chosen.solution not in ("composed", "reference")
+            found = self._one_call_by_shape[key] = chosen is not None and chosen.solution not in ("composed", "reference")
         return found
 
     def _attend(self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches) -> tuple[Tensor, Tensor]:
@@ -235,10 +236,15 @@ class GptOss:
         return chosen
 
     def _norm_last(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        """Returns the last norm's output, after the residual add if there is a residual stream."""
         normed = self.ops.rmsnorm(hidden, self.norm, self.config.rms_norm_eps, residual=residual)
         return normed if residual is None else normed[0]
 
     def _attention(self, layer: Layer, qkv: Tensor, batch: Batch, k_cache: Tensor | None, v_cache: Tensor | None) -> Tensor:
+        """Returns attention's output, ``[tokens, heads * head_dim]``, before the output projection.
+
+        ``qkv``: ``[tokens, (heads + 2 * kv_heads) * head_dim]``, rotated. If there is a cache, it has the keys and values already.
+        """
         config, ops = self.config, self.ops
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         q, k, v = qkv.unflatten(1, (-1, config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)

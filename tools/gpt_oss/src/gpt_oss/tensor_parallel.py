@@ -5,10 +5,13 @@ group. Each rank runs its shard for the same batch. The outputs of attention and
 ranks' logits are gathered. All ranks then have bitwise equal logits and select the same tokens. The `Engine` of each rank must get
 the same requests in the same order.
 
-Decode passes of few tokens run all layers in one call of `decoder_layers`, which also computes the sums over ranks, if a kernel
-serves that call. Otherwise each sum over ranks is followed by a norm. Either one kernel computes both the sum and the norm, or one
-kernel computes only the sum and the next kernel computes the norm: a fused kernel, as on a single GPU. The number of tokens
-decides, for each of the two sums of a layer.
+If a kernel is eligible, decode passes of few tokens run all layers in one call of `decoder_layers`, including the sums over ranks.
+Otherwise, a layer has two sums over ranks, each followed by a norm. There are two ways to compute a sum and its norm:
+
+* Two kernels: an all-reduce, and the kernel that a single GPU would use, which fuses the norm with the GEMM after it.
+* One kernel, which fuses the all-reduce and the norm. The GEMM is then a kernel of its own.
+
+The number of tokens determines the faster way, see `TensorParallelGptOss.few_tokens`.
 """
 
 from __future__ import annotations

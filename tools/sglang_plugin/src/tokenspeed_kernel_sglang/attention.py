@@ -1,5 +1,10 @@
 """SGLang's attention backend ``tokenspeed`` for multi-head and grouped-query attention: cache writes, and attention over SGLang's
-paged KV cache."""
+paged KV cache.
+
+Hook: SGLang's `AttentionBackend`, one object per model. SGLang computes q, k and v and allocates the pool; this class does the rest
+of each layer's attention up to the output projection. Decode batches are one call of `mha_decode_with_kvcache`; all other batches
+are one call of the operator that `serving.find_serving` selects.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Replaces SGLang's quantisation ``mxfp4``. Experts of GPT-OSS run on a kernel of the core if one is eligible, otherwise on
-SGLang's own."""
+SGLang's own.
+
+Hook: SGLang's registry of quantisations, and `FusedMoEMethodBase`. SGLang routes and adds the ranks' results; the core's
+`moe_apply` computes the weighted sum over the selected experts.
+"""
 
 from __future__ import annotations
 

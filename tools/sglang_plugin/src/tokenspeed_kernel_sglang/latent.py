@@ -103,6 +103,7 @@ class LatentBackend(PagedBackend):
 
 
 def _check(runner: Any, name: str) -> None:
+    """Raises NotServedError if the settings, the name or the model exclude our backend of latent attention."""
     check_runner(runner)
     hidden = getattr(runner.model_config, "hf_text_config", None)
     refuse(
@@ -146,6 +147,7 @@ def _shapes(runner: Any) -> Counter[LatentShape | PrefillShape]:
 
 
 def _kind(shape: LatentShape | PrefillShape, page_size: int) -> str:
+    """Returns a layer's description for the receipt."""
     if isinstance(shape, PrefillShape):
         return f"expanded latents: {shape.heads} heads of {shape.head_dim} and {shape.v_head_dim}"
     cache = f", cache of {str(shape.cache_dtype).removeprefix('torch.')}" if shape.scaled else ""

@@ -112,6 +112,7 @@ HOOKS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def _batch_invariant() -> bool:
+    """Returns whether SGLang's batch-invariant mode is on."""
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
     return bool(is_batch_invariant_mode_enabled())
@@ -134,6 +135,7 @@ def _decide(
     device: torch.device,
     facts: tuple[tuple[str, Any], ...],
 ) -> bool:
+    """Implements `_served`, once per kind of call. ``wanted``: the features of the call that our kernel lacks."""
     title = f"{kind} of {width}, {str(dtype).removeprefix('torch.')}"
     try:
         if wanted:

@@ -216,6 +216,7 @@ def _pad(padded: Tensor, slots: Tensor) -> None:
 
 
 def _check_mode(forward_batch: Any) -> None:
+    """Raises ValueError if a batch is of a kind that no kernel runs."""
     mode = forward_batch.forward_mode
     if mode.is_target_verify() or mode.is_draft_extend_v2() or mode.is_dllm_extend():
         raise ValueError(f"tokenspeed_kernel_sglang has no kernel for batches of {mode.name}; choose another attention backend")

@@ -1,4 +1,14 @@
-"""Registers the plugin's parts with SGLang."""
+"""Registers the plugin's parts with SGLang. A part is one of SGLang's hooks, and the layers that our kernels run through it:
+
+* attention: the backend ``tokenspeed``, and built-in names that the settings replace, in SGLang's registry of backends.
+* experts: our subclass of SGLang's configuration replaces the quantisation ``mxfp4``.
+* norms, activations, rope: hooks around methods of SGLang's custom operators.
+* sampling: our sampler takes the names of SGLang's built-in sampling backends for GPUs.
+* decode step: SGLang's slot for kernels that run a whole decode step, see `megakernel`.
+
+Without an eligible kernel, a layer or a call runs on SGLang's own code, and the receipt has the reason. SGLang keeps everything
+else: scheduling, memory pools, loading, routing, and all communication between ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +24,12 @@ from tokenspeed_kernel_sglang.names import BACKEND
 from tokenspeed_kernel_sglang.record import logger, record
 from tokenspeed_kernel_sglang.settings import Settings
 
-# The name of our attention backend, and SGLang's backend that runs models that our backend does not support.
-FALLBACK = "triton"  # the built-in attention backend that serves what ours does not
+# SGLang's built-in attention backend, to which `BACKEND` falls back for models that our backends do not support.
+FALLBACK = "triton"
 # The name of the quantisation of GPT-OSS's experts.
 QUANTIZATION = "mxfp4"
-# SGLang's built-in sampling backends for GPUs, which our sampler replaces. Under another name, SGLang's own sampler, which runs the
-# batches that ours does not serve, would reject the name.
+# SGLang's built-in sampling backends for GPUs, which our sampler replaces. Our sampler falls back to SGLang's own for some batches,
+# and SGLang's own sampler rejects any other name.
 SAMPLERS = ("flashinfer", "pytorch")
 # SGLang's method that makes the caches of all layers.
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal"
@@ -78,6 +88,7 @@ def _is_our_core() -> bool:
 
 
 def _register_attention(replaced: tuple[str, ...]) -> None:
+    """Registers the backend `BACKEND`, and makes the names ``replaced`` select our backends, too."""
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
@@ -115,6 +126,7 @@ def _factory(name: str, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _register_experts() -> None:
+    """Replaces SGLang's configuration of the quantisation `QUANTIZATION`, unless another plugin has replaced it."""
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 
@@ -128,6 +140,7 @@ def _register_experts() -> None:
 
 
 def _register_sampler() -> None:
+    """Registers our sampler under the names of SGLang's built-in sampling backends, see `SAMPLERS`."""
     from sglang.srt.layers import sampler
 
     from tokenspeed_kernel_sglang.sampling import TokenspeedSampler
@@ -139,6 +152,7 @@ def _register_sampler() -> None:
 
 
 def _register_layers(part: str) -> None:
+    """Wraps the methods of `layers.HOOKS` of one part."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from tokenspeed_kernel_sglang.layers import HOOKS

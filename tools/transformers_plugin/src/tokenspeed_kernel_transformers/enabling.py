@@ -1,4 +1,11 @@
-"""Switches the parts of a model to our kernels: attention, experts, norms, gated MLPs."""
+"""Switches the parts of a model to our kernels: attention, experts, norms, gated MLPs.
+
+* Attention and experts: transformers' registries of attention and experts functions. They apply to a whole model, so a part is
+  switched only if each of its layers has an eligible kernel.
+* Norms and gated MLPs: modules are replaced one by one.
+
+transformers keeps everything else: the cache, routing, projections, rotary embedding, and generation.
+"""
 
 from __future__ import annotations
 
@@ -90,6 +97,7 @@ def _attention(model: Any) -> list[Row]:
 
 
 def _shape_of(layer: Any) -> _Shape:
+    """Returns the properties of a layer's attention, from the attributes by which transformers' models name them."""
     config = layer.config
     heads = config.num_attention_heads
     head_dim = getattr(layer, "qk_head_dim", None) or layer.head_dim
@@ -193,6 +201,7 @@ def _experts(model: Any) -> list[Row]:
 
 
 def _top_k_of(config: Any) -> int:
+    """Returns the number of experts per token. Raises NotServedError if the configuration has none of the names `_TOP_K`."""
     for name in _TOP_K:
         if isinstance(value := getattr(config, name, None), int):
             return value

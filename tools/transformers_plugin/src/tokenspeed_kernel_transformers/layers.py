@@ -51,6 +51,11 @@ class RMSNorm(torch.nn.Module):
         self.kernel = kernel_of("rmsnorm", x=self.weight.new_empty(1, len(self.weight)), weight=self.weight.data, eps=self.eps)
 
     def _offset(self) -> float:
+        """Returns the number that the model's norm adds to its weight, found by comparing results on random values.
+
+        Raises:
+            NotServedError: neither 0 nor 1 gives the results of the model's norm.
+        """
         x = torch.randn(2, len(self.weight), generator=torch.Generator().manual_seed(1)).to(self.weight.device)
         with torch.no_grad():
             expected = self.own[0](x).float()
@@ -108,6 +113,11 @@ class GatedMLP(torch.nn.Module):
         self.kernel = kernel_of(self.operator, x=gate.new_empty(1, 2 * len(gate)), **self.options)
 
     def _activation(self) -> tuple[str, dict[str, str]]:
+        """Returns the operator that computes the MLP's activation, and the operator's options, found by comparing values.
+
+        Raises:
+            NotServedError: no operator computes this activation.
+        """
         x = torch.linspace(-6, 6, 97, dtype=torch.float64)
         with torch.no_grad():
             for operator, options, function in _ACTIVATIONS:
@@ -184,6 +194,7 @@ def _parameter(module: Any, name: str) -> torch.nn.Parameter:
 
 
 def _eps(norm: Any) -> float:
+    """Returns the epsilon of a norm. Raises NotServedError if the norm has none, or if its ``forward`` takes several tensors."""
     for name in ("variance_epsilon", "eps"):
         if isinstance(eps := getattr(norm, name, None), float) and len(inspect.signature(norm.forward).parameters) == 1:
             return eps

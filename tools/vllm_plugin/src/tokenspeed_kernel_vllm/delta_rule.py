@@ -1,7 +1,8 @@
 """The gated delta rule of prompts (Qwen3-Next), by the core's `gated_delta_rule_prefill`, in vLLM's operator
 ``chunk_gated_delta_rule``.
 
-vLLM's layer calls functions for decode steps and for the convolution, which no hook replaces.
+Hook: the out-of-tree class `DeltaRule` replaces `ChunkGatedDeltaRule`. vLLM's layer calls plain functions for decode steps and for
+the causal convolution, which no hook can replace. So these run on vLLM's own kernels.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _STATES = (torch.float32, torch.bfloat16)
 
 
 class DeltaRule(ChunkGatedDeltaRule):
-    """vLLM's operator. Calls that our kernels do not serve run vLLM's own method."""
+    """vLLM's operator. Calls for which no kernel of ours is eligible run vLLM's own method."""
 
     def __init__(self) -> None:
         super().__init__()
         self.own: Callable[..., Any] = vars(self)["_forward_method"]  # vLLM's choice
         self._forward_method = self.run
-        # Heads and dtypes of a call -> whether a kernel of ours serves it.
+        # Heads and dtypes of a call -> whether a kernel of ours is eligible.
         self.served: dict[tuple[Any, ...], bool] = {}
 
     def run(
@@ -90,7 +91,7 @@ class DeltaRule(ChunkGatedDeltaRule):
         return out.unsqueeze(0), states if output_final_state else None
 
     def _serves(self, arguments: dict[str, Any]) -> bool:
-        """Whether a kernel of ours is eligible for the call. The log says it once for each kind of call."""
+        """Returns whether a kernel of ours is eligible for the call. Logs the decision once for each kind of call."""
         names = ("q", "v", "states")
         key = *(arguments[name].shape[1:] for name in names), *(arguments[name].dtype for name in names), arguments["qk_l2norm"]
         if key not in self.served:

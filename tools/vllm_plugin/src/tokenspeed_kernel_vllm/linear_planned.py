@@ -1,4 +1,9 @@
-"""Quantised linear layers of any format that use the core's `linear`, with weights prepared once for the selected kernel."""
+"""Quantised linear layers of any format that use the core's `linear`, with weights prepared once for the selected kernel.
+
+Hook: vLLM's `LinearMethodBase`. A subclass per format says which parameters vLLM's loader fills, and how they become the core's
+`LinearWeights`. vLLM keeps sharding, loading, and the all-reduce after row-parallel layers. A layer falls back to vLLM's method
+either before its parameters are added (no kernel is eligible) or after loading (the loaded values are not supported).
+"""
 
 from __future__ import annotations
 
@@ -116,6 +121,7 @@ class PlannedLinear(LinearMethodBase):
         self.add_parameters(layer, sizes, extra_weight_attrs)
 
     def _plan(self, in_features: int, out_features: int, dtype: torch.dtype) -> Any:
+        """Returns the core's `LinearPlan`. Raises NotServedError if the core is not installed or no kernel is eligible."""
         if not core_is_there():
             raise NotServedError("tokenspeed-kernel, which chooses among kernels, is not installed")
         from tokenspeed_kernel import get_operator

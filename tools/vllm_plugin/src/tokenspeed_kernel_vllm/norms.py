@@ -1,4 +1,5 @@
-"""The core's RMS norms as a provider of vLLM's IR. vLLM uses the provider if the option ``--ir-op-priority`` names it.
+"""The core's RMS norms as a provider of vLLM's IR. vLLM uses the provider if the option ``--ir-op-priority`` names it, for each
+call that ``supports_args`` accepts; other providers run the other calls.
 
 Importing this module registers the provider, which has no effect by itself.
 """

@@ -1,4 +1,16 @@
-"""Registers the plugin's parts with vLLM."""
+"""Registers the plugin's parts with vLLM. A part is one of vLLM's hooks, and the layers that our kernels run through it:
+
+* attention, MLA prefill: the backend CUSTOM in vLLM's registries of attention backends. The user selects it by an option.
+* GPT-OSS layers: the new quantisation ``gpt_oss_mxfp4``, which the user selects by an option.
+* fp8, compressed-tensors, ModelOpt and Quark layers: our subclasses replace vLLM's configurations of these quantisations.
+* routers, unquantised experts, the gated delta rule, gated norms: our subclasses replace vLLM's classes, by vLLM's registry of
+  out-of-tree operators.
+* norms: a provider of vLLM's IR.
+
+An eligible kernel is searched for when a layer is built. Without one, an attention backend raises an error, because the user has
+selected it. All other layers then run on vLLM's own method, and one line of the log has the reason. vLLM keeps everything else:
+scheduling, cache allocation, loading, routing unless a part says otherwise, sampling, and all communication between ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +36,10 @@ DELTA_RULE, GATED_NORM = "ChunkGatedDeltaRule", "RMSNormGated"
 
 
 def register_parts(settings: Settings) -> None:
-    """Registers each enabled part. A part whose hook is missing is logged and skipped."""
+    """Registers each enabled part. A part whose hook is missing is logged and skipped.
+
+    Each part imports its hook by itself, so that a hook that vLLM has moved disables only its own part.
+    """
     for wrong in wrong_distributions():
         logger.error("tokenspeed_kernel_vllm: %s; %s", wrong, wrong.remedy)
     fp4 = settings.fp4_linear or settings.other_experts

@@ -98,7 +98,7 @@ def moe_apply(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Implements the operator `tokenspeed_kernel_amd.moe_apply`, but quantises activations as the kernel\'s declaration says.
+    """Implements the operator `tokenspeed_kernel_amd.moe_apply`, but quantises activations as the kernel's declaration says.
 
     The first call of a configuration takes minutes, because AITER compiles its kernel. Later calls do not synchronise with the
     device. The top-k slots of a token are accumulated with atomic additions, so results may differ in the last bits from run to

@@ -218,6 +218,7 @@ class Call:
         return self.max_seqlen_k if self.window_left < 0 else min(self.max_seqlen_k, self.window_left + q_len + tile.block_n)
 
     def operands(self) -> Operands:
+        """Returns the kernel's run-time arguments."""
         vector = ROW_BYTES // self.k_cache.element_size()
         return Operands(
             cu_seqlens_q=self.cu_seqlens_q,

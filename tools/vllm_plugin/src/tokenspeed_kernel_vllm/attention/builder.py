@@ -108,12 +108,14 @@ def _serves_drafts(vllm_config: VllmConfig) -> bool:
 
 
 def _largest(vllm_config: VllmConfig, decode_query_len: int) -> Largest:
+    """Returns the largest batch that the scheduler makes, for the warm-up."""
     scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
     tokens = scheduler.max_num_batched_tokens
     return Largest(min(scheduler.max_num_seqs, tokens), tokens, model.max_model_len, decode_query_len)
 
 
 def _refuse_what_is_not_served(common: CommonAttentionMetadata) -> None:
+    """Raises ValueError, with the feature's name, if a batch needs a feature that no kernel has."""
     asked = {
         "attention to later tokens (causal is not True)": common.causal is not True,
         "sequences divided among ranks (dcp_local_seq_lens)": common.dcp_local_seq_lens is not None,

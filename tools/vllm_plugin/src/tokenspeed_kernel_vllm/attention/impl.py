@@ -1,4 +1,9 @@
-"""A layer's attention: writes new keys and values to the cache, and runs attention over it."""
+"""A layer's attention: writes new keys and values to the cache, and runs attention over it.
+
+Hook: vLLM's `AttentionImpl`. vLLM computes q, k and v (projections, rotary embedding) and allocates the cache; this class does the
+rest of the layer's attention up to the output projection. A batch has decode requests first, then all other requests. One call runs
+all of them if the package has a kernel for mixed batches; otherwise one call runs the decode requests and another the rest.
+"""
 
 from __future__ import annotations
 

@@ -86,6 +86,7 @@ def _batch(device: torch.device, block_size: int, requests: int, new: int, lengt
 
 @torch.inference_mode()
 def _attend(layer: Any, batch: TokenspeedMetadata, block_size: int) -> None:
+    """Runs a layer's cache write and attention on zeros. The slots are -1, so nothing is written."""
     impl = layer.impl
     shape = impl.shape
     rows = batch.num_actual_tokens

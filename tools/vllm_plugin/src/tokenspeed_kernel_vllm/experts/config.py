@@ -86,6 +86,7 @@ def round_up(intermediate_size: int) -> int:
 
 
 def _not_served(layer: Any) -> dict[str, bool]:
+    """Returns the features of GPT-OSS's experts that our method lacks, each with whether the layer uses it."""
     moe = layer.moe_config
     return {
         f"activation {moe.activation.value}": moe.activation is not MoEActivation.SWIGLUOAI,

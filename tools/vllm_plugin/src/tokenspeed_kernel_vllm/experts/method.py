@@ -1,5 +1,8 @@
-"""The quantisation method of MXFP4 experts: the weights as vLLM loads them, their preparation for the selected kernel, and the
-computation.
+"""The quantisation method of GPT-OSS's MXFP4 experts: the weights as vLLM loads them, their preparation for the selected kernel,
+and the computation.
+
+Hook: vLLM's `FusedMoEMethodBase`, in its monolithic form: vLLM passes router logits, and this method also routes. If one fused
+kernel routes and computes the experts, one call does both. vLLM adds the ranks' partial sums.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ def say_served(what: str, plan: Any, routed: str | None = None) -> None:
 
 
 def _never_served(moe: Any) -> dict[str, bool]:
+    """Returns the features that none of our methods has, each with whether the layer uses it."""
     parallel = moe.moe_parallel_config
     return {
         f"--moe-backend {moe.moe_backend}": moe.moe_backend != "auto",

@@ -1,5 +1,8 @@
-"""Unquantised experts, and fp8 experts with 128 x 128 block scales. vLLM does the routing, and a kernel of the core computes the
-experts.
+"""Unquantised experts, and fp8 experts with 128 x 128 block scales.
+
+Hooks: the out-of-tree class `DenseExperts` replaces `UnquantizedFusedMoEMethod`, and the configuration `BlockFp8Config` replaces
+``fp8``. vLLM's router selects the experts, the core's `moe_apply` computes them, and vLLM adds the ranks' partial sums and runs
+shared experts. Unless the settings say otherwise, inputs of fp8 experts are not quantised, unlike with vLLM's own method.
 """
 
 from __future__ import annotations
@@ -44,6 +47,9 @@ class _Served:
         self.weights: Any = None
 
     def arrange(self, layer: Any, **more: Tensor) -> None:
+        """Arranges the loaded weights for the plan's kernel, logs the kernel, and warms it up. ``more``: further attributes of
+        `MoEWeights`.
+        """
         device = getattr(layer, f"w13_{self.weight}").device
         self.weights = arrange(layer, self.plan, self.ops, self.scale, self.weight, **more)
         say_served(f"{self.plan.weight_format} ({SWITCH}; off by default: {WHY_OFF[SWITCH]})", self.plan)
@@ -64,6 +70,7 @@ class _Served:
                 self.ops.moe_apply(x, self.weights, weights, ids.int(), plan)
 
     def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """Returns this rank's partial sum over the top-k experts, ``[tokens, hidden]``. ``topk_ids``: global expert ids."""
         out: Tensor = self.ops.moe_apply(x, self.weights, topk_weights.float(), ids_of_rank(layer, topk_ids), self.plan)
         return out
 
@@ -269,6 +276,7 @@ class BlockFp8Experts(ServedExperts):
 
     @staticmethod
     def _add(layer: Any, name: str, tensor: Tensor, attributes: dict[str, Any]) -> None:
+        """Adds a parameter to the layer. ``attributes``: those that vLLM's loader reads, such as ``weight_loader``."""
         parameter = torch.nn.Parameter(tensor, requires_grad=False)
         layer.register_parameter(name, parameter)
         set_weight_attrs(parameter, attributes)

@@ -57,6 +57,7 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         dcp_tot_seq_lens_device: Tensor | None,
         max_query_len: Any = None,
     ) -> LatentDecodeMetadata:
+        """Overrides vLLM's method, which passes the requests with at most `SHORT` new tokens. They come first in the batch."""
         longest = int(query_start_loc_cpu.diff().max())
         return LatentDecodeMetadata(
             block_table=block_table_tensor,

@@ -1,4 +1,9 @@
-"""A layer's latent attention: writes latents to the cache, and runs attention over the cached latents."""
+"""A layer's latent attention: writes latents to the cache, and runs attention over the cached latents.
+
+Hook: vLLM's `MLACommonImpl`. vLLM absorbs the key expansion into the queries, expands values, and splits a batch: requests with few
+new tokens attend to the latents here (`forward_mqa`), longer ones to expanded keys and values (`mla.prefill` if it is selected,
+otherwise vLLM's own backend).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Device code of prefill. `gluon.prefill` explains how a block reaches LDS."""
+"""Device code of prefill on CDNA3. `gluon.prefill` explains how work is divided, `gluon.prefill_device` has the loops.
+
+This module provides the `Machine`. CDNA3 can neither copy 16 bytes per lane from global memory directly to LDS, nor transpose while
+it reads LDS. So the next block is in flight in registers (`Flight`), and is stored to the one LDS buffer after all waves have
+finished the current block. Values are transposed in registers before they are stored.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +47,13 @@ def padded_layout(rows, columns, padding):
 
 @gluon.jit
 def fetch(keys, values, side, block):
+    """Starts the loads of a block of keys and values to registers. See `Machine`."""
     return Flight(isa.buffer_load(block.keys, keys.offsets), isa.buffer_load(block.values, values.offsets))
 
 
 @gluon.jit
 def land(keys, values, side, flight):
+    """Stores the block of ``flight`` to LDS, values transposed: [v_head_dim, block_n]. See `Machine`."""
     keys.shared.index(0).store(flight.keys)
     values.shared.index(0).store(permuted_columns(flight.values).permute([1, 0]))
 

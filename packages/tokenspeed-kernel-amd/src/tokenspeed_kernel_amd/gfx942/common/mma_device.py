@@ -48,7 +48,7 @@ def adjacent_first(layout):
 
 @gluon.jit
 def in_order(state):
-    """Returns the softmax state with the columns of its accumulators, which are those of `permuted_columns`, in their order."""
+    """Returns the softmax state with the columns of its accumulators in the order of V: the inverse of `permuted_columns`."""
     rows: gl.constexpr = state.acc.shape[0]
     each: gl.constexpr = state.acc.shape[1] // 16
     acc = state.acc.reshape([rows, each, 16]).permute([0, 2, 1]).reshape([rows, 16 * each])

@@ -1,4 +1,19 @@
-"""Device code of MLA decode: a tile of query rows against one split of the latents, and the merge. See ``mla_decode``."""
+"""Device code of MLA decode: a tile of query rows against one split of the latents, and the merge.
+
+``mla_decode`` explains the tile, the MFMAs, the LDS and the splits. A workgroup takes these steps:
+
+1. Find its sequence and its range of keys (`mla_decode_kernel`).
+2. List the pages, or the chosen slots of sparse attention, in LDS (`list_keys`). Later address computations then read LDS, and do
+   not wait for the loads of keys in flight, as loads from global memory would.
+3. Load the rows of q, and redistribute them through an LDS buffer that holds no keys yet (`as_operands`). Every wave then holds all
+   rows as MFMA operands.
+4. Mainloop (`attend_listed`): copy blocks of keys from global memory directly to LDS, ``tile_shape.stages`` blocks ahead. For each
+   block: QK MFMAs, mask, online softmax, PV MFMAs (`attend_block`).
+5. Store the output, or a partial result in fp32. The last workgroup of a tile to arrive merges the partial results (`merge`).
+
+If two workgroups share a tile, each computes one *half* of the output's columns: these columns of the latents are its values. It
+reads the *other* columns as keys only.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +68,7 @@ class LatentCache:
         ropes: the rotary parts.
         page_vectors: distance from one page to the next, in vectors of 16 bytes.
         page_size: slots per page; 1 in sparse attention, where every key has an entry of its own in ``listed``.
-        chosen: in sparse attention, the number of slots of a page, of which ``table`` has the chosen ones; otherwise 0.
+        chosen: in sparse attention, the number of slots of a page; ``table`` then has the chosen slots, not pages. Otherwise 0.
         token_vectors: distance from one slot of a page to the next, in vectors of 16 bytes.
     """
 
@@ -305,7 +320,7 @@ def copy_keys(cache, first, start, stage):
 
 @gluon.jit
 def mma(a, b, acc):
-    """Returns acc + a @ b."""
+    """Returns acc + a @ b. fp8 operands with a k of 128 use the scaled MFMA, without scales."""
     if a.type.layout.parent.instr_shape[2] == 128:
         acc = isa.mfma_scaled(a, None, "e4m3", b, None, "e4m3", acc)
     else:

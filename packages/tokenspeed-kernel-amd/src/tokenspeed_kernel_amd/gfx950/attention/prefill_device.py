@@ -1,4 +1,9 @@
-"""Device code of prefill. `gluon.prefill` explains how work is divided."""
+"""Device code of prefill on CDNA4. `gluon.prefill` explains how work is divided, `gluon.prefill_device` has the loops.
+
+This module provides the `Machine`: keys and values are copied from global memory directly to LDS, 16 bytes per lane, into one of
+two buffers (*sides*). While one side is computed, the copy to the other side is in flight. Keys are read from LDS as rows, values
+with transposing reads, so that neither is rearranged in registers.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,7 @@ def fetch(keys, values, side, block):
 
 @gluon.jit
 def land(keys, values, side, flight):
+    """Waits for the copies in flight. See `Machine`."""
     copies.wait_group(0)
 
 

@@ -1,5 +1,17 @@
 # mypy: ignore-errors
-"""A tile of `mm` for one wave per SIMD: MFMAs of a block of k alternate with copies and reads of later blocks."""
+"""A tile of `mm` for one wave per SIMD: MFMAs of a block of k alternate with copies and reads of later blocks.
+
+With one wave per SIMD, no other wave hides the latency of memory. So the mainloop works on three blocks of k at once: MFMAs
+multiply a block in registers, the next block is read from LDS to registers, and a later block is copied from global memory directly
+to LDS.
+
+The tile is divided into ``parts_m`` x ``parts_n`` parts with an accumulator each. The MFMAs of one part are a *group*. One copy or
+one read precedes each group. A block of k has two copies (a and b) and a read for each part of a and of b, so there must be
+``2 + parts_m + parts_n`` groups. `in_order` keeps the compiler from moving MFMAs and reads across the boundaries of groups.
+
+With float32 block scales, the MFMAs of a group start from 0. The VALU multiplies the result by the scales and adds it to the
+accumulator during the MFMAs of the next group. So the result of one group is always *pending*.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +81,8 @@ def read_tile_scales(lines, scales, index, PARTS: gl.constexpr, STEPS: gl.conste
 
 @gluon.jit
 def read_part_factors(scales, index, PARTS: gl.constexpr):
-    """Reads a block's float32 scales, those of both operands multiplied, from LDS. Returns a tuple with those of PARTS equal parts
-    of the rows, float32 [rows] in the accumulator's layout."""
+    """Reads a block's float32 scales (a's scale times b's scale) from LDS. Returns a tuple with an entry for each of PARTS equal
+    parts of the rows, float32 [rows] in the accumulator's layout."""
     count: gl.constexpr = scales.shared.shape[1] // PARTS
     shared = scales.shared.reinterpret(gl.float32, [scales.shared.shape[0] * PARTS, count], plain(1))
     found = ()
@@ -81,7 +93,7 @@ def read_part_factors(scales, index, PARTS: gl.constexpr):
 
 @gluon.jit
 def read_part(lines, stage, part: gl.constexpr, PARTS: gl.constexpr):
-    """Reads some of an operand's lines from LDS, for one block of k."""
+    """Reads part number ``part`` of PARTS equal parts of an operand's lines from LDS, for one block of k."""
     count: gl.constexpr = lines.shared.shape[1] // PARTS
     size: gl.constexpr = lines.shared.shape[2]
     stages: gl.constexpr = lines.shared.shape[0]
@@ -234,8 +246,10 @@ def multiply_ahead(
     a, b, a_scales, b_scales, epilogue, mfma: gl.constexpr, config: gl.constexpr, shape: gl.constexpr
 ):  # fmt: skip
     """Does what `multiply` does, with one wave per SIMD: MFMAs read one block of k from registers, while the next one is read from
-    LDS. Returns the accumulators without the last block, the `pending` group of `step_ahead`, the last block, and what
-    `load_part_factors` loads. ``epilogue``: its arguments."""
+    LDS.
+
+    ``epilogue``: the arguments of `load_part_factors`. Returns the accumulators without the last block of k, the ``pending`` group
+    of `step_ahead`, the last block in registers, and the result of `load_part_factors`. `store_parts` takes all four."""
     stages: gl.constexpr = config.stages
     blocks: gl.constexpr = (shape.split_k + config.block_k - 1) // config.block_k
     per_chunk: gl.constexpr = config.chunk // config.block_k
@@ -286,7 +300,7 @@ def multiply_ahead(
 
 @gluon.jit
 def load_part_factors(epilogue, mfma: gl.constexpr, config: gl.constexpr, shape: gl.constexpr):
-    """Loads what the epilogues of all parts of a tile need, see `load_factors`."""
+    """Loads the operands of the epilogues of all parts of a tile: a tuple with a result of `load_factors` per part."""
     bias, a, b, first_row, first_column, m = epilogue
     rows: gl.constexpr = config.block_m // config.parts_m
     columns: gl.constexpr = config.block_n // config.parts_n

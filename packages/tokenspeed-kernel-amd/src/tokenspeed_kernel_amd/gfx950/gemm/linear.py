@@ -131,6 +131,7 @@ def few_config(tokens: int, plan: LinearPlan, weight_format: str) -> Config | No
 
 
 def launch_few(x: Tensor, b: Operand, weights: LinearWeights, plan: LinearPlan, config: Config, out: Tensor) -> None:
+    """Launches `linear_kernel`, which quantises the tokens and multiplies them. ``config``: from `few_config`."""
     quantization = QUANTIZATIONS[plan.activation_dtype]
     k, n = plan.in_features, plan.out_features
     split_k = -(-k // BLOCK_K) * BLOCK_K

@@ -5,9 +5,10 @@ Tokens are copied to LDS without being quantised. A wave quantises them when it 
 Waves divide each block of k. So every wave quantises the elements that its own MFMAs multiply, in the layout of the MFMAs' operand,
 and neither the codes nor most scales go through LDS again.
 
-All lanes quantise different elements, although a tile has less than the 16 tokens of an MFMA. The other rows hold other slices of
-k, the folds: with two folds, rows 0 to 7 are the first halves of 8 tokens, and rows 8 to 15 are the second halves. Columns are
-folded, too. An accumulator then has dot products of all pairs of folds, of which those of equal folds are added at the end.
+An MFMA has 16 rows, but a tile has only 4 or 8 tokens. The other rows hold other slices of k, the *folds*: with two folds, rows 0
+to 7 are the first halves of 8 tokens, and rows 8 to 15 are the second halves. So no lane quantises an element that another lane
+quantises too. Columns are folded in the same way. The accumulator then has the dot products of all pairs of folds. The dot products
+of equal folds are added at the end, and the others are discarded.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _SMALLEST_NORMAL = gl.constexpr(SMALLEST_NORMAL)
 
 @gluon.constexpr_function
 def token_layout(format):
-    """The register layout of pairs of elements of a block of k of the tokens, [4 waves, 16 rows, 64]: that of an MFMA's left
-    operand of ``format``."""
+    """Returns the register layout of pairs of elements of a block of k of the tokens, [4 waves, 16 rows, 64]. A lane holds the
+    elements that it holds in the left operand of MFMAs with this ``format``."""
     adjacent = 4 if format == "e2m1" else 3
     registers = [[0, 0, 1 << bit] for bit in range(adjacent)] + [[0, 0, 32]] * (format != "e2m1")
     lanes = [[0, 1 << bit, 0] for bit in range(4)] + [[0, 0, 1 << (adjacent + bit)] for bit in range(2)]
@@ -94,20 +95,20 @@ def read_rows(rows, block: gl.constexpr):
 
 @gluon.jit
 def larger(a, b):
-    """The elementwise maximum of pairs of `magnitudes`."""
+    """Returns the elementwise maximum of `pair_magnitudes`: two 16-bit maxima per instruction."""
     return gl.inline_asm_elementwise("v_pk_max_u16 $0, $1, $2", "=v,v,v", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def pair_magnitudes(pairs):
-    """The bits of pairs without the sign bits. As integers, they compare as the magnitudes do, with NaN largest."""
+    """Returns the bits of pairs without the sign bits. As integers, they compare as the magnitudes do, with NaN largest."""
     return pairs & 0x7FFF7FFF
 
 
 @gluon.jit
 def largest_of_blocks(pairs, adjacent: gl.constexpr):
-    """The largest magnitude of each block of 32, int32 [64, blocks]: its bits. ``pairs``: `pair_magnitudes`, of which ``adjacent``
-    are in one lane."""
+    """Returns the bits of the largest magnitude of each block of 32, int32 [64, blocks]. ``pairs``: `pair_magnitudes`; a lane holds
+    ``adjacent`` of them side by side."""
     found = pairs
     for _ in gl.static_range(log2(adjacent)):
         first, second = gl.split(found.reshape(found.shape[0], found.shape[1], found.shape[2] // 2, 2))
@@ -118,7 +119,7 @@ def largest_of_blocks(pairs, adjacent: gl.constexpr):
 
 @gluon.jit
 def as_float(bits, dtype: gl.constexpr):
-    """16-bit floats from their bits, int32, as float32."""
+    """Converts the bits of 16-bit floats, int32, to float32."""
     return bits.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
 
 
@@ -206,11 +207,11 @@ def quantize_rows(pairs, step, mfma: gl.constexpr, quantization: gl.constexpr, d
     """Quantises a block of k as `read_rows` returns it, with the results of `quantize_mxfp8`, `quantize_mxfp4` and `quantize_fp8`.
 
     Args:
-        step: float32 [64], the tokens' scales, of which only ``"token"`` and ``"static"`` make use.
+        step: float32 [64], the tokens' scales; not used by ``"mx"`` and ``"block"``, which compute scales of blocks.
         dtype: the tokens' dtype.
 
-    Returns the MFMAs' left operand, its e8m0 scales, and the float32 scales, [64]. If a block contains infinity or NaN, its
-    scale is NaN like that of the operators, but its codes differ from theirs."""
+    Returns the MFMAs' left operand, its e8m0 scales, and the float32 scales, [64]. If a block contains infinity or NaN, its scale
+    is NaN, as the operators' scale is, but its codes differ from the operators' codes."""
     operand: gl.constexpr = gl.DotOperandLayout(0, mfma, 16)
     scales: gl.constexpr = scale_layout(operand, WAVES, ROWS_OF_MFMA, 4)
     adjacent: gl.constexpr = 16 if format == "e2m1" else 8
@@ -231,15 +232,16 @@ def quantize_rows(pairs, step, mfma: gl.constexpr, quantization: gl.constexpr, d
 
 @gluon.jit
 def step_of(largest, dtype: gl.constexpr):
-    """The fp8 scale for a largest magnitude, given by its bits: that of `quantize_fp8`, but for a NaN."""
+    """Returns the fp8 scale for the largest magnitude, whose bits are given. It equals the scale of `quantize_fp8`, except for a
+    NaN."""
     found = as_float(largest, dtype)
     return gl.maximum(gl.div_rn(found, gl.full_like(found, 448.0)), _SMALLEST_NORMAL)
 
 
 @gluon.jit
 def step_of_rows(chunks, static, quantization: gl.constexpr, dtype: gl.constexpr, config: gl.constexpr):
-    """The float32 scale of each row's token, [16 rows * 4 waves]; 1 if blocks of k have scales. ``chunks``: all blocks of k for
-    ``"token"``, at least one otherwise."""
+    """Returns the float32 scale of each row's token, [16 rows * 4 waves]; 1 if blocks of k have scales. ``chunks``: all blocks of k
+    for ``"token"``, at least one otherwise."""
     layout: gl.constexpr = axis_layout(chunks[0].type.layout, 3, 0)
     if quantization == "token":
         largest = pair_magnitudes(chunks[0])
@@ -273,7 +275,8 @@ def load_column_factors(b, first_column, mfma: gl.constexpr, config: gl.constexp
 
 @gluon.jit
 def block_factors(of_rows, of_folds, acc, config: gl.constexpr):
-    """The float32 scales of a block of k in the layout of the accumulator: of rows, [4 waves, 16], by those of columns."""
+    """Returns the factors of a block's partial sums, in the accumulator's layout: the float32 scales of rows, ``of_rows`` [4 waves,
+    16], times the scales of columns, ``of_folds``, a tuple of [4 waves] per fold."""
     column = gl.arange(0, acc.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, acc.type.layout)))[None, None, :]
     factors, _ = gl.broadcast((of_rows * of_folds[0][:, None])[:, :, None], acc)
     for i in gl.static_range(1, config.folds):
@@ -284,7 +287,7 @@ def block_factors(of_rows, of_folds, acc, config: gl.constexpr):
 
 @gluon.jit
 def unfolded(acc, config: gl.constexpr):
-    """Adds the accumulators of waves and of equal folds of rows and columns: [tokens, columns]."""
+    """Returns the sum of the accumulator over waves, and over equal folds of rows and columns: float32 [tokens, columns]."""
     folds: gl.constexpr = config.folds
     parts = acc.reshape(WAVES, folds, ROWS_OF_MFMA // folds, folds, config.block_n)
     layout: gl.constexpr = parts.type.layout

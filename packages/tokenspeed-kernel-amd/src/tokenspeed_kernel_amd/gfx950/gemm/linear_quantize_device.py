@@ -1,5 +1,9 @@
 # mypy: ignore-errors
-"""Device code of `linear` for many tokens: the launch that quantises tokens before `mm_kernel`."""
+"""Device code of `linear` for many tokens: the launch that quantises tokens before `mm_kernel`.
+
+A workgroup has four waves, and each wave quantises a token of its own. So amax reductions need no barrier. With a scale per token,
+a wave reads its token twice: for the amax, and to quantise it. Otherwise, workgroups also divide k into blocks of 512 elements.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,8 @@ WAVES = gl.constexpr(4)
 def quantize_by_block(values, format: gl.constexpr):
     """Quantises 16-bit floats [rows, blocks, 32] like `quantize_mxfp8` (``format`` e4m3) and `quantize_mxfp4` (e2m1).
 
-    If a block contains infinity or NaN, its scale is NaN like that of the operators, but its codes differ from theirs.
+    If a block contains infinity or NaN, its scale is NaN, as the operators' scale is, but its codes differ from the operators'
+    codes.
 
     Returns uint8 [rows, blocks, 32] (e2m1: packed to [rows, blocks, 16]), and the e8m0 scales, int32 [rows, blocks]."""
     largest = gl.max(magnitudes(values), axis=2).to(gl.int16).to(values.dtype, bitcast=True).to(gl.float32)

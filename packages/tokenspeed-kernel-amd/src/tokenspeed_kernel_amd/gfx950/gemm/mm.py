@@ -1,14 +1,19 @@
 """GEMM of mxfp8, mxfp4 and fp8 operands on the scaled MFMA (16 x 16 x 128), and of few rows of nvfp4 and 16-bit floats (16 x 16 x
 32).
 
-e8m0 scales are operands of the MFMAs, so nothing is dequantised. Scales of tensors, tokens and channels multiply the accumulator.
-Float32 scales of 128 x 128 blocks multiply each step's partial sum, which is then added to the accumulator. With many rows, the
-VALU does this for one group of MFMAs while the next group executes. By the timing model, 2048 x 1024 x 2048 takes 3.3 us; it took
-5.7 us with 8 waves, each of which waited for its MFMAs. Packed FMAs in inline assembly took 3.9 us: the compiler cannot move them
-between the MFMAs of a group.
-The scaled MFMA has no e4m3 scales for 16 elements: `nvfp4_device` multiplies nvfp4's codes by their scales in float16, exactly.
-Both operands are read as lines along k: rows of a, and columns of b.
-Other operands, such as a b whose rows are contiguous, are copied first.
+Scales, by their granularity:
+
+* e8m0 scales of 32 elements are operands of the MFMAs, so nothing is dequantised.
+* Scales of tensors, tokens and channels multiply the accumulator.
+* Float32 scales of 128 x 128 blocks multiply each step's partial sum, which is then added to the accumulator. With many rows, the
+  VALU does this for one group of MFMAs while the next group executes. By the timing model, 2048 x 1024 x 2048 takes 3.3 us; it
+  took 5.7 us with 8 waves, each of which waited for its MFMAs. Packed FMAs in inline assembly took 3.9 us, because the compiler
+  cannot move them between the MFMAs of a group.
+* The scaled MFMA has no e4m3 scales for 16 elements. So `nvfp4_device` multiplies nvfp4's codes by their scales in float16, which
+  is exact.
+
+Both operands are read as lines along k: rows of a, and columns of b. Other operands, such as a b whose rows are contiguous, are
+copied first.
 
 * LDS: a ring of blocks of k of both operands, filled by asynchronous copies. XORed addresses avoid bank conflicts without padding.
   A chunk of scales goes through registers to LDS, in the order in which MFMAs read it.
@@ -52,10 +57,11 @@ XCDS = 8  # consecutive workgroups run on different XCDs
 QUAD = 512  # a split's length along k is a multiple of this
 MOST_K = 1 << 22
 FURTHEST = 1 << 22  # elements from one line to the next: offsets within a tile of up to 128 lines have 32 bits
-# Blocks of k from which one workgroup per CU, which reads ahead, takes less time than two, of which one computes while the other
-# one begins or ends a tile. By the timing model, 8192 x 8192 x 8192 in mxfp8 (64 blocks) takes 349 us instead of 399, and 4096 x
-# 2048 x 4096 (16 blocks) 24.1 us instead of 26.4; in mxfp4 (8 blocks), 14.9 us instead of 14.2. With float32 block scales, it takes
-# less time for any k: 4096 x 1024 x 4096 takes 13.3 us instead of 13.8.
+# The least number of blocks of k for which a CU has one workgroup that reads ahead. With fewer blocks, a CU has two workgroups: one
+# computes while the other one begins or ends a tile. By the timing model, one workgroup instead of two takes 349 us instead of 399
+# for 8192 x 8192 x 8192 in mxfp8 (64 blocks), and 24.1 us instead of 26.4 for 4096 x 2048 x 4096 (16 blocks); in mxfp4 (8 blocks),
+# the latter takes 14.9 us instead of 14.2. With float32 block scales, one workgroup takes less time for any k: 4096 x 1024 x 4096
+# takes 13.3 us instead of 13.8.
 LONG_BLOCKS = 16
 RING_BYTES = 144 * 1024  # LDS of the few-row tiles' ring
 # The emulator's timing model: bandwidth of a CU, and the time to store, wait, arrive and reload the first partial result.
@@ -320,7 +326,8 @@ def operand_of(lines: Tensor, scale: Tensor | None) -> Operand:
 
 
 def line_stride(scale: Tensor | None) -> int:
-    """Elements from the first scale of one line, or one block of lines, to that of the next."""
+    """Returns the stride of the scales from one line, or one block of lines, to the next, in elements; 0 if all lines share the
+    scales."""
     return scale.stride(0) if scale is not None and scale.ndim == 2 else 0
 
 
@@ -336,6 +343,15 @@ def scales_of(a: Operand, b: Operand) -> str:
 
 
 def launch(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, k: int, a_format: str, b_format: str) -> None:
+    """Launches `mm_kernel`. Selects the tile and the splits, and allocates the memory of partial results if there are splits.
+
+    Args:
+        a, b: the operands, as lines along k.
+        out: receives the result, [m, n], with contiguous rows.
+        bias: [n], or None.
+        k: number of elements along k.
+        a_format, b_format: formats of the elements, values of `FORMATS` or ``"nvfp4"``.
+    """
     m, n = out.shape
     compute_units = current_compute_units()
     pair_bytes = max(PAIR_BYTES[a_format], PAIR_BYTES[b_format])
@@ -344,7 +360,7 @@ def launch(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, k: int, a_f
     tiles_m = -(-m // config.block_m)
     tiles = tiles_m * -(-n // config.block_n)
     splits, split_k = splits_of(config, tiles, k, compute_units, pair_bytes)
-    # nvfp4 has twice as many scales. LDS has no room for more than those of 2048 elements.
+    # nvfp4 has twice as many scales, so LDS has room for the scales of half as many elements.
     chunk = min(config.chunk // (2 if scales == "nvfp4" else 1), 1 << (split_k - 1).bit_length())
     blocks = -(-split_k // config.block_k)
     config = config._replace(chunk=chunk, stages=min(config.stages, blocks))
@@ -364,6 +380,7 @@ def launch(a: Operand, b: Operand, out: Tensor, bias: Tensor | None, k: int, a_f
 
 
 def partial_of(like: Tensor, size: int, tiles: int, splits: int) -> Partial:
+    """Returns the memory of partial results. It is kept between calls, so that the counters are zeroed only once."""
     index = like.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
     workspace = keeper.get(index, stream, 4 * size * tiles * splits, tiles)

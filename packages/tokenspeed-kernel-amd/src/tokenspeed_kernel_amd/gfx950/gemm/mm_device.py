@@ -1,5 +1,10 @@
 # mypy: ignore-errors
-"""Device code of `mm`: a tile of the result, or one split of a tile along k. ``mm`` explains the tiles, the LDS and the splits."""
+"""Device code of `mm`: a tile of the result, or one split of a tile along k. ``mm`` explains the tiles, the LDS and the splits.
+
+`operands_device` moves both operands from global memory through LDS to MFMA registers. There are two mainloops: `multiply`, in
+which a wave reads a block of k from LDS and then multiplies it, and `ahead_device.multiply_ahead`, in which a wave reads the next
+block during the MFMAs of the current one. `result_device` has the epilogue and the merge of splits.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +88,12 @@ def add_block(acc, a, b, a_scales, b_scales, stage, index, config: gl.constexpr,
 
 @gluon.jit
 def multiply(a, b, a_scales, b_scales, mfma: gl.constexpr, config: gl.constexpr, shape: gl.constexpr):
-    """The dot products of a tile over a split of k, float32 [rows, columns]. ``a_scales``, ``b_scales``: None without block
-    scales."""
+    """Returns the dot products of a tile over a split of k, float32 [rows, columns]. ``a_scales``, ``b_scales``: None without block
+    scales.
+
+    Blocks of k go through ``config.stages`` LDS buffers, of which all but one are in flight. Scales are loaded to registers a whole
+    chunk of blocks ahead, and stored to LDS when the previous chunk has been used.
+    """
     stages: gl.constexpr = config.stages
     blocks: gl.constexpr = (shape.split_k + config.block_k - 1) // config.block_k
     per_chunk: gl.constexpr = config.chunk // config.block_k

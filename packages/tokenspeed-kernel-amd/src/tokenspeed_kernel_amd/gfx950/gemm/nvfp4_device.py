@@ -10,9 +10,9 @@ cycles, and 4 conversions 64.
 
 The VALU limits few rows: 16 x 2048 x 4096 takes 1.89 us by the timing model, where mxfp4 takes 1.09. Every workgroup multiplies the
 codes of all 16 rows of a, as many as those of its own columns. Workgroups of more columns would share that, but then fewer CUs have
-work, and splits of k would cost a merge of 0.8 us. Multiplications select a scale's half of a word; a copy of the scale to both
-halves took 0.03 us longer. Not tried: scales after MFMAs of 16 elements, which take a multiplication per element of each partial
-sum instead.
+work, and splits of k would cost a merge of 0.8 us. Two scales share a register; ``op_sel`` of the packed multiplication selects
+one of them. Copying a scale to both halves of a register took 0.03 us longer. Not tried: MFMAs of 16 elements, whose partial sums
+are multiplied by the scales.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def together(even, odd):
 
 @gluon.jit
 def products(words, scales, block, mfma: gl.constexpr, INDEX: gl.constexpr):
-    """The codes of a block of k, multiplied by their scales, as an MFMA operand.
+    """Returns the codes of a block of k, multiplied by their scales, as an MFMA operand: float16 [waves_k, lines, 128], or with
+    INDEX 1 [waves_k, 128, lines].
 
     Args:
         words: eight codes each, int32 [waves_k, lines, 16], in `block_layout`.

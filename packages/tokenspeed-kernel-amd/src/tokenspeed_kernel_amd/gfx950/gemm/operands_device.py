@@ -1,5 +1,16 @@
 # mypy: ignore-errors
-"""Operands of a tile of `mm`: lines along k and their scales, on their way from global memory over LDS to MFMA registers."""
+"""Operands of a tile of `mm`: lines along k and their scales, on their way from global memory through LDS to MFMA registers.
+
+A *line* is a row of a, or a column of b. A *block* of k is one pipeline stage, a *step* is the 128 elements of one MFMA, and a
+*chunk* is the elements whose scales are in LDS at once.
+
+* Lines: asynchronous copies, 16 bytes per lane, write them from global memory directly to LDS. The copies write LDS in the order of
+  lanes, so the swizzle is applied to the addresses in global memory (`swizzled_place`) and to the reads (`line_storage`).
+* Scales: loaded to registers, packed to 32-bit words, and stored to LDS. A word has the scales of one line and one step (nvfp4:
+  half a step).
+* Waves may divide k (``waves_k``). Each wave then has its own part of each block, and its own accumulator.
+* *Folds*: a tile with fewer lines than an MFMA has rows puts several ranges of k side by side, as if they were further lines.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +27,7 @@ STEP = gl.constexpr(128)  # elements of k of an MFMA; a word has their four scal
 
 @gluon.constexpr_function
 def bytes_of(elements, format):
-    """Bytes of ``elements`` elements along k."""
+    """Returns the number of bytes of ``elements`` elements along k."""
     return elements // 2 if format in ("e2m1", "nvfp4") else 2 * elements if is_dense(format) else elements
 
 
@@ -28,6 +39,7 @@ def is_dense(format):
 
 @gluon.constexpr_function
 def register_dtype(format):
+    """Returns the dtype of an operand's elements in registers, before the MFMAs or `nvfp4_device`."""
     if format == "nvfp4":
         return gl.int32  # eight codes, see `nvfp4_device`
     return {"e2m1": gl.uint8, "e4m3": gl.float8e4nv, "e5m2": gl.float8e5, "bf16": gl.bfloat16, "fp16": gl.float16}[format]
@@ -78,12 +90,13 @@ def block_layout(format, index, mfma, waves_k, lines):
 
 @gluon.constexpr_function
 def scale_block(shape):
-    """Elements of k that share a one-byte scale."""
+    """Returns the number of elements of k that share a one-byte scale."""
     return 16 if shape.scales == "nvfp4" else 32
 
 
 @gluon.jit
 def empty_accumulator(mfma: gl.constexpr, config: gl.constexpr):
+    """Returns zeros, float32 [block_m, block_n]; if waves divide k, [waves_k, block_m, folds * block_n]."""
     if config.waves_k == 1:
         acc = gl.zeros([config.block_m, config.block_n], gl.float32, mfma)
     else:
@@ -115,7 +128,7 @@ def line_copy_layout(lines, size, warps):
 
 @gluon.jit
 def swizzled_place(lines: gl.constexpr, size: gl.constexpr, layout: gl.constexpr):
-    """The byte of its line that each element of LDS holds, int32 [lines, size]."""
+    """Returns the byte of its line that each element of LDS holds, int32 [lines, size]."""
     MASKS: gl.constexpr = swizzle_of(size)
     line = gl.arange(0, lines, gl.SliceLayout(1, layout))
     mask = line * 0
@@ -127,7 +140,7 @@ def swizzled_place(lines: gl.constexpr, size: gl.constexpr, layout: gl.constexpr
 
 @gluon.constexpr_function
 def fold_length(k, config):
-    """Elements of k per fold, see `Config`."""
+    """Returns the number of elements of k per fold, see `Config`."""
     each = config.folds * config.block_k
     return (k + each - 1) // each * config.block_k
 
@@ -348,7 +361,7 @@ def load_chunk(a_scales, b_scales, chunk):
 
 @gluon.jit
 def store_chunk(a_scales, b_scales, a_words, b_words):
-    """Stores a chunk of scales to LDS: of both operands; float32 scales are multiplied, and stored once."""
+    """Stores a chunk of scales of both operands to LDS. Float32 scales of a and b are multiplied first, and stored as one."""
     if a_words.dtype == gl.float32:
         store_scales(a_scales, a_words * b_words)
     else:
@@ -407,7 +420,7 @@ def read_scales(scales, block, STEPS: gl.constexpr):
 
 @gluon.jit
 def read_factors(scales, row):
-    """Reads a step's float32 scales, those of both operands multiplied, from LDS, float32 [rows, 1] in the accumulator's layout."""
+    """Reads a step's float32 scales (a's scale times b's scale) from LDS, float32 [rows, 1] in the accumulator's layout."""
     words = scales.shared.index(row)
     waves_k: gl.constexpr = scales.waves_k
     count: gl.constexpr = words.shape[0] // waves_k
@@ -429,7 +442,7 @@ def copy_blocks(a, b, block, stage, shape: gl.constexpr):
 
 @gluon.jit
 def unit_scales(lines, count: gl.constexpr, STEPS: gl.constexpr):
-    """Block scales of 1 for an operand's ``count`` lines."""
+    """Returns block scales of 1 for an operand's ``count`` lines: the scaled MFMA then computes plain dot products."""
     layout: gl.constexpr = scale_layout(lines.layout, lines.waves_k, count, 4 * STEPS)
     if lines.waves_k == 1:
         scales = gl.full([count, 4 * STEPS], 127, gl.uint8, layout)

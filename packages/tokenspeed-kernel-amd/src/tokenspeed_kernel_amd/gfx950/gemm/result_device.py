@@ -12,8 +12,8 @@ from tokenspeed_kernel_amd.gluon.layouts_device import log2
 
 @gluon.jit
 def fragment_offsets(rows: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr):
-    """Offsets of a partial result's elements in memory: fragments of 16 x 16 elements are contiguous, so that each access of a wave
-    is 1 KB of contiguous memory."""
+    """Returns the offsets of a partial result's elements in memory, int32 [rows, columns]. Fragments of 16 x 16 elements are
+    contiguous, so that each access of a wave is 1 KB of contiguous memory."""
     row = gl.arange(0, rows, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, columns, gl.SliceLayout(0, layout))[None, :]
     return (row // 16 * (columns // 16) + column // 16) * 256 + row % 16 * 16 + column % 16
@@ -54,8 +54,8 @@ def sum_layout(waves, rows, columns):
 
 @gluon.jit
 def sum_of_waves(acc):
-    """Adds the accumulators of the waves, float32 [waves, rows, columns], in LDS, with one barrier. A reduction of the
-    compiler has several."""
+    """Returns the sum of the waves' accumulators, float32 [waves, rows, columns], computed through LDS with one barrier. The
+    compiler's reduction would have several barriers."""
     waves: gl.constexpr = acc.shape[0]
     rows: gl.constexpr = acc.shape[1]
     columns: gl.constexpr = acc.shape[2]
@@ -65,8 +65,8 @@ def sum_of_waves(acc):
 
 @gluon.jit
 def load_factors(like, bias, a, b, first_row, first_column, m, shape: gl.constexpr):
-    """Loads what the epilogue of a tile needs: a tuple of the float32 scales of rows and of columns, or of nvfp4's alpha, and a
-    tuple of the bias; empty where the call has none. ``like``: the tile's accumulator."""
+    """Loads the operands of a tile's epilogue as two tuples. The first has the float32 scales of rows and of columns, or nvfp4's
+    alpha; the second has the bias. A tuple is empty if the call has no such operand. ``like``: the tile's accumulator."""
     row = gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
     column = gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout))
     exists = column < shape.n - first_column

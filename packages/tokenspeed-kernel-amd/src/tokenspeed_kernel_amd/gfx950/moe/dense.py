@@ -163,6 +163,7 @@ def _swiglu(plan: MoEPlan) -> Swiglu:
 
 
 def _few(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor) -> None:
+    """Computes a call of up to `_MAX_PAIRS` pairs in two launches."""
     tokens, hidden = x.shape
     pairs, features = topk_ids.numel(), plan.intermediate_size
     activated = x.new_empty(pairs, features)
@@ -188,6 +189,7 @@ def tile_for(pairs: int, plan: MoEPlan) -> Tile:
 def _many(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor, tile: Tile | None = None
 ) -> None:
+    """Computes a call of any number of pairs in four launches."""
     tokens, hidden = x.shape
     pairs, features = topk_ids.numel(), plan.intermediate_size
     tile = tile or tile_for(pairs, plan)

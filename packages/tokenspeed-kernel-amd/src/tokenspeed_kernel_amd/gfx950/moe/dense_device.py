@@ -1,10 +1,13 @@
 # mypy: ignore-errors
 """Device code of `dense`: GEMMs of bf16 tokens and bf16 weights in the checkpoint's layout, [experts, rows, k].
 
-Few pairs: the rows of the MFMAs' left operand are 16 rows of weights per wave, which a wave loads from global memory directly. The
-columns of the right operand are 16 rows of tokens. Waves that split k, or have different experts, need different columns: column
-``c`` of the accumulator is valid for one wave only, and the others are discarded. Many pairs: a workgroup copies tokens and
-weights to LDS, a *step* of k at a time.
+Few pairs: the left operand of the MFMAs (16 x 16 x 32) is 16 rows of weights per wave, which a wave loads from global memory to
+registers, without LDS. The right operand is 16 rows of tokens, the columns of the accumulator. The waves of a workgroup have
+different ranges of k, or different experts, so each wave needs other tokens. The 16 columns are divided among the waves: a column
+has the tokens of one wave, and its dot products with the weights of other waves are discarded. This costs no time, because the GEMM
+is memory-bound.
+
+Many pairs: a workgroup copies tokens and weights directly to LDS, a *step* of k at a time, ``config.stages - 1`` steps ahead.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ def load_step(base, offsets, place, step, k: gl.constexpr, some, SPLIT: gl.const
     Args:
         offsets: the first step's offsets from ``base``.
         place: the positions of the first step's elements in k.
-        some: the elements to load; the others are zeros, and so are elements beyond k.
+        some: mask of the elements to load. All other elements, and elements beyond k, are zeros.
     """
     mask = some
     if k % (STEP * SPLIT) != 0:
@@ -68,8 +71,8 @@ def load_step(base, offsets, place, step, k: gl.constexpr, some, SPLIT: gl.const
 @gluon.jit
 def first_kernel(operands, pairs, features, swiglu, shape: gl.constexpr):
     """Computes the gate/up GEMM. Workgroups are numbered by (token, expert) pair and by block of 16 features; the block varies
-    fastest. The workgroups of an expert's first pair compute up to PAIRS pairs of the expert, those of its fifth pair the next, and
-    so on. All other workgroups exit at once.
+    fastest. The workgroups of an expert's first pair compute up to PAIRS (4) pairs of the expert. The workgroups of its fifth pair
+    compute the next PAIRS pairs, and so on. All other workgroups exit at once.
 
     Args:
         operands, swiglu, shape: the tensors, the activation's parameters and the constants of the GEMM, see `dense`.
@@ -97,6 +100,16 @@ def pair_of(position, lane, index, count):
 
 @gluon.jit
 def multiply_pairs(operands, position, lane, expert, first_feature, features, swiglu, shape: gl.constexpr):
+    """Computes 16 features of the gate/up GEMM, and the activation, for up to PAIRS pairs of ``expert``. Wave ``w`` has the range
+    ``w`` of k, and so have the columns ``c`` with ``c % SPLIT == w``; the columns of a pair are adjacent.
+
+    Args:
+        position: int32 [64], the position of the lane's pair among the expert's pairs, counted from 1 at the workgroup's own pair;
+            at most 0 for other pairs.
+        lane: int32 [64], the lane's pair.
+        first_feature: the first of the 16 features.
+        operands, features, swiglu, shape: see `first_kernel`.
+    """
     k: gl.constexpr = shape.k
     steps: gl.constexpr = steps_of(k, SPLIT)
     mfma: gl.constexpr = isa.mfma_layout([16, 16, 32], False, [SPLIT, 1])
@@ -155,7 +168,8 @@ def multiply_pairs(operands, position, lane, expert, first_feature, features, sw
 
 @gluon.jit
 def sum_of_splits(acc):
-    """Returns the sum over the parts of k, [16, PAIRS]. Wave ``w`` has part ``w``, as have the columns ``c % SPLIT == w``."""
+    """Returns the sum over the parts of k, [16, PAIRS]. Part ``w`` is in the rows of wave ``w`` and in the columns ``c`` with
+    ``c % SPLIT == w``; all other elements of the accumulator are discarded."""
     row = gl.arange(0, ROWS * SPLIT, gl.SliceLayout(1, acc.type.layout))
     column = gl.arange(0, ROWS, gl.SliceLayout(0, acc.type.layout))
     own = gl.where((row // ROWS)[:, None] == (column % SPLIT)[None, :], acc, 0.0)
@@ -165,7 +179,7 @@ def sum_of_splits(acc):
 @gluon.jit
 def second_kernel(operands, features, shape: gl.constexpr):
     """Computes the down projection and the sum over slots. The grid is [blocks of 16 features, tokens]. Each wave has one part of k
-    of one slot, and so has each column: only the blocks where wave and column are the same are used.
+    of one slot, and so has each column: only the 16 rows of wave ``w`` in column ``w`` are used.
 
     Args:
         operands, shape: the tensors and the constants of the GEMM, see `dense`.
@@ -249,6 +263,7 @@ def copy_step(base, offsets, shared, step, stage):
 
 @gluon.jit
 def copy_all(tokens, token_offsets, token_shared, weight, first_offsets, first_shared, second_offsets, second_shared, step, stage):
+    """Starts the copies of a step of tokens and of both halves of the weights to LDS buffer ``stage``, as one group of copies."""
     copy_step(tokens, token_offsets, token_shared, step, stage)
     copy_step(weight, first_offsets, first_shared, step, stage)
     copy_step(weight, second_offsets, second_shared, step, stage)

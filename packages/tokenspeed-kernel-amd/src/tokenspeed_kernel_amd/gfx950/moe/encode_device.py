@@ -178,6 +178,7 @@ def residual_of(values, encoding: gl.constexpr):
 
 @gluon.constexpr_function
 def smallest_exponent(encoding):
+    """Returns the smallest block exponent of the first plane for which the last plane's exponent is not negative."""
     return 5 * (encoding.planes - 1)
 
 
@@ -190,8 +191,8 @@ def either(a, b):
 def held_at_least(codes, exponents, encoding: gl.constexpr):
     """Tests quickly whether rows may need exact passes (see ``exact_device``). Returns int32 [lanes of the workgroup].
 
-    The test computes a lower bound of the number of elements of each block that the planes represent exactly. A lane's result is
-    the minimum over the blocks of which the lane holds elements. If `passes_for` is not 0 for some block, the result is below
+    The test computes a lower bound of the number of elements of each block that the planes represent exactly. A lane holds elements
+    of several blocks, and its result is the minimum over these blocks. If `passes_for` is not 0 for some block, the result is below
     ENOUGH.
 
     Args:

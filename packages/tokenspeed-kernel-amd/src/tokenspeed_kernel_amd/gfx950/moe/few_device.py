@@ -2,7 +2,13 @@
 """Device code of `few`: both GEMMs. Each workgroup encodes (quantises) its own activations.
 
 A *strip* is 32 rows of weights, a *quad* 512 elements of k. An *exact pass* adds to the accumulators the dot products of the
-residuals that the encoding leaves, see ``exact_device``."""
+residuals that the encoding leaves, see ``exact_device``.
+
+Both GEMMs are memory-bound. A wave loads the weights of its own strip, or half strip, from global memory to registers, two quads
+(*even* and *odd*) in flight. Only the encoded activations are in LDS. The MMAs are 16 x 16 x 128, with weights as the left operand
+and activations as the right one. Fewer than 16 rows of activations are replicated across the 16 columns; the surplus columns are
+not stored.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +77,14 @@ class Encoded:
 
 @gluon.jit
 def room_for_codes(ROWS: gl.constexpr, BLOCK: gl.constexpr, encoding: gl.constexpr):
+    """Allocates LDS for the encoded values of one plane, see `Encoded`. ``BLOCK``: elements of k of a row."""
     pieces: gl.constexpr = 16 if encoding.format == "e2m1" else 32
     return gl.allocate_shared_memory(gl.uint8, [BLOCK // 512, 1, 1, pieces, ROWS, 16], plain(5))
 
 
 @gluon.jit
 def room_for_scale(ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """Allocates LDS for the block scales of one plane, see `Encoded`."""
     return gl.allocate_shared_memory(gl.uint8, [BLOCK // 512, 1, 1, ROWS, 4, 4], plain(5))
 
 

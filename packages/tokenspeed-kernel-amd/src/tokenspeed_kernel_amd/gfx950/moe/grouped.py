@@ -204,14 +204,14 @@ def moe_apply_many(
     scales = static_scales(weights, encoding)
     schedule, encoded = _route(x, topk_weights, topk_ids, plan, tile, encoding, scales[0], router)
     activated = x.new_empty(pairs, features, dtype=between(encoding, plan))
-    _product(tile, encoding, schedule, weights, x, encoded, activated, plan, gated=True, out_static=scales[1])
+    _launch_gemm(tile, encoding, schedule, weights, x, encoded, activated, plan, gated=True, out_static=scales[1])
     if scales[1] is not None:
         encoded = Encoded(activated.view(torch.uint8)[None], scales[1])
     else:
         encoded = room_for(encoding, pairs, features, x.device, None)
         encode(activated, schedule.tiles[-1], encoded, encoding)
     slots = x.new_empty(pairs, hidden, dtype=of_slots(plan))
-    _product(tile, encoding, schedule, weights, activated, encoded, slots, plan, gated=False)
+    _launch_gemm(tile, encoding, schedule, weights, activated, encoded, slots, plan, gated=False)
     block = min(1024, max(256, power_of_two(hidden)))
     device.combine_kernel[(tokens, -(-hidden // block))](
         slots, topk_weights, topk_ids, written, hidden, written.stride(0), plan.num_experts, TOP_K=plan.top_k, BLOCK=block
@@ -288,6 +288,9 @@ def _route(
     static: Tensor | None,
     router: Router | None,
 ) -> tuple[Schedule, Encoded]:
+    """Launches the sorting of pairs by expert and the encoding of tokens; with a router, also the routing. Returns the schedule and
+    the encoded tokens. ``static``: the static scale of the tokens, or None.
+    """
     tokens, hidden = x.shape
     pairs = topk_ids.numel()
     entries = pairs // tile.columns + plan.num_experts
@@ -324,7 +327,7 @@ def projection(weights: MoEWeights, name: str) -> tuple[Tensor, Tensor, Tensor |
     return weight, scale.view(torch.int32) if scale.dtype == torch.uint8 else scale, bias
 
 
-def _product(
+def _launch_gemm(
     tile: Tile,
     encoding: Encoding,
     schedule: Schedule,

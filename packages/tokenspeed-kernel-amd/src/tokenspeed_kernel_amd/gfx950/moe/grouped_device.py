@@ -2,6 +2,11 @@
 """Device code of `grouped`: a tile of one expert's GEMM, and the sum over the slots of a token.
 
 A *step* is 128 elements of k, a *quad* four steps. A *strip* is 32 rows of weights, see `mxfp4_layout`; it has two *halves*.
+
+Weights are the left operand of the MMAs (16 x 16 x 128), and encoded tokens the right one. Each wave loads its own strip from
+global memory to registers. All waves share the tokens, which go through registers to padded LDS. The loop is unrolled twice: the
+weights of an *even* quad are multiplied while those of the *odd* quad are in flight, and vice versa. `wide_device` has the loop for
+larger tiles of tokens.
 """
 
 from __future__ import annotations
@@ -79,6 +84,7 @@ def load_codes(columns, quad, encoding: gl.constexpr):
 
 @gluon.jit
 def store_codes(shared, codes, encoding: gl.constexpr):
+    """Stores a quad's encoded values to LDS. ``codes``: from `load_codes`."""
     for plane in gl.static_range(encoding.planes):
         shared.index(plane).store(codes[plane])
 

@@ -257,11 +257,13 @@ def scales_of(words, FIRST: gl.constexpr, COUNT: gl.constexpr, warps: gl.constex
 
 @gluon.jit
 def load_half_quad(strips, quad, warps: gl.constexpr):
+    """Loads the `HalfQuad` with index ``quad``. Elements beyond k are zeros."""
     return HalfQuad(load_weight(strips, quad * 4, 0, warps), load_scale(strips, quad, 0))
 
 
 @gluon.jit
 def load_quad(strips, quad, warps: gl.constexpr):
+    """Loads the `Quad` with index ``quad``: four loads in flight. Elements beyond k are zeros."""
     return Quad(
         load_weight(strips, quad * 4, 0, warps),
         load_weight(strips, quad * 4, 1, warps),
@@ -272,7 +274,7 @@ def load_quad(strips, quad, warps: gl.constexpr):
 
 @gluon.jit
 def steps_of(tensor, AXIS: gl.constexpr, layout: gl.constexpr):
-    """Splits a quad of an MMA operand, a tensor with two axes of which AXIS is k, into its four steps."""
+    """Splits a quad of an MMA operand, a tensor of two axes, into its four steps. AXIS: the axis that is k."""
     if AXIS == 1:
         parts = tensor.reshape(tensor.shape[0], 2, 2, tensor.shape[1] // 4).permute(0, 3, 1, 2)
     else:

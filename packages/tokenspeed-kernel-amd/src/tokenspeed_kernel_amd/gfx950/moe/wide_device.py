@@ -5,8 +5,11 @@ A *step* is 128 elements of k, a *quad* four steps. A *strip* is 32 rows of weig
 
 LDS holds two steps of all tokens; the next two steps are in flight through registers. A wave holds the weights of two steps in
 registers; the weights of the next two steps are in flight. MMAs take a chunk of 32 tokens at a time, and skip chunks without
-tokens. In shapes, ``g`` is a lane's group along k (0 to 3). Rows that need exact passes are computed again by the code of
-``grouped_exact_device``: at the kernel's end if ``shape.exact``, otherwise in a launch of their own.
+tokens. All warps share the tokens in LDS, and each warp multiplies them by its own strip: weights are the left operand (rows,
+features), tokens the right one (columns). In shapes, ``g`` is a lane's group along k (0 to 3).
+
+Rows that need exact passes are computed again by the code of ``grouped_exact_device``: at the kernel's end if ``shape.exact``,
+otherwise in a launch of their own.
 
 fp8 block-scaled weights: a scale block is one step along k. So each step's dot products start from 0, and are multiplied by the
 block's scale when they are added to the accumulators. Chunks have 16 tokens, so that all registers fit.
@@ -93,6 +96,8 @@ class Expert:
 
 @gluon.jit
 def expert_at(weight, scale, expert, strips, k, warps: gl.constexpr):
+    """Returns the `Expert` with index ``expert``. ``weight``, ``scale``: pointers to the weights and scales of all experts;
+    ``strips``, ``k``: an expert's number of strips, and its inner dimension."""
     WORDS: gl.constexpr = words_of_quad(weight.dtype.element_ty)
     own = strips_at(weight, scale, expert, 0, gl.maximum(strips, warps), k, warps, 2)
     pieces = (k * pieces_of_step(weight.dtype.element_ty) + 127) // 128
@@ -169,6 +174,8 @@ def load_step_scales(own, first_strip, step, warps: gl.constexpr):
 
 @gluon.jit
 def load_words(own, first_strip, quad, warps: gl.constexpr):
+    """Loads the scale `Words` of a quad, for one strip per warp; the first warp's strip is ``first_strip``. Strips beyond the
+    expert's last strip get zeros."""
     WORDS: gl.constexpr = words_of_quad(own.weight.dtype.element_ty)
     layout: gl.constexpr = own.scale_offsets.type.layout
     warp = gl.arange(0, warps, axis_layout(layout, 3, 0))[:, None, None]
@@ -238,6 +245,8 @@ class Shared:
 
 @gluon.jit
 def room_for_columns(dtype: gl.constexpr, size: gl.constexpr, shape: gl.constexpr):
+    """Allocates the `Shared` LDS of two steps. ``size``: bytes of two steps of an encoded row. The padding after each row moves
+    rows to different banks."""
     storage: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[size, 32]], [shape.columns, size], [1, 0])
     codes = gl.allocate_shared_memory(dtype, [shape.encoding.planes, shape.columns, size], storage)
     scales = codes
@@ -268,6 +277,7 @@ def load_columns(columns, quad, HALF: gl.constexpr, shape: gl.constexpr):
 
 @gluon.jit
 def store_columns(shared, arrived, encoding: gl.constexpr):
+    """Stores two steps of the tokens to LDS. ``arrived``: the result of `load_columns`."""
     for plane in gl.static_range(encoding.planes):
         shared.codes.index(plane).store(arrived[plane])
         if encoding.scales == "block":
@@ -294,6 +304,8 @@ def read_part(shared, ITEM: gl.constexpr, PART: gl.constexpr, encoding: gl.const
 
 @gluon.jit
 def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, encoding: gl.constexpr):
+    """Adds the dot products of two steps of mxfp4 weights (`Pair`) and of a chunk of tokens to the accumulators of the first and of
+    the second half strips. ``codes``, ``scale``: from `read_part`."""
     if encoding.scales == "block":
         first = isa.mfma_scaled(pair.first, first_scale, "e2m1", codes, scale, encoding.format, first)
         second = isa.mfma_scaled(pair.second, second_scale, "e2m1", codes, scale, encoding.format, second)
@@ -305,7 +317,7 @@ def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, 
 
 @gluon.jit
 def two_steps(tensor, AXIS: gl.constexpr, layout: gl.constexpr):
-    """Splits an MMA operand of two steps, a tensor with two axes of which AXIS is k, into its steps."""
+    """Splits an MMA operand of two steps, a tensor of two axes, into its steps. AXIS: the axis that is k."""
     if AXIS == 1:
         parts = tensor.reshape(tensor.shape[0], 2, tensor.shape[1] // 2).permute(0, 2, 1)
     else:
@@ -428,6 +440,7 @@ def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, S
 
 @gluon.jit
 def no_sums(columns: gl.constexpr, PART: gl.constexpr, warps: gl.constexpr):
+    """Returns accumulators of zeros: a tuple with a float32 [16 * warps, PART] for each chunk of the tile's ``columns`` tokens."""
     sums = ()
     for _ in gl.static_range(columns // PART):
         sums += (gl.zeros([16 * warps, PART], gl.float32, accumulator_layout(warps)),)

@@ -53,6 +53,8 @@ def is_silu(alpha: float, limit: float | None, beta: float, interleaved: bool) -
 def _launch(
     x: Tensor, out: Tensor | None, alpha: float, limit: float | None, beta: float, interleaved: bool, plain: bool
 ) -> Tensor:
+    # Launches `gated_kernel`, and returns the activation of x. ``plain``: whether the activation is SwiGLU with slope 1, without
+    # clamp and bias.
     intermediate = x.shape[-1] // 2
     result = out if out is not None and has_rows(out) else x.new_empty((*x.shape[:-1], intermediate))
     if result.numel():

@@ -1,4 +1,4 @@
-"""Device code of `gated`."""
+"""Device code of `gated`, and the gated activation that other kernels call on float32 tiles (`gate_tile`, `gated`)."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ def gated_kernel(
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    # Computes one tile [ROWS, COLUMNS] of the gated activation, in float32, and rounds it once. The column tile varies fastest.
     program = tl.program_id(0)
     row = (program // column_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (program % column_tiles) * COLUMNS

@@ -1,4 +1,4 @@
-"""Device code of `gated_quantize`."""
+"""Device code of `gated_quantize`: the gated activation on float32 tiles, rounded to x's dtype, then quantised in registers."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ def gelu_kernel(
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    # Computes one tile [ROWS, COLUMNS] of ``gelu(gate) * up``, in float32, and rounds it once. The column tile varies fastest.
     tile = tl.program_id(0)
     row = (tile // column_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (tile % column_tiles) * COLUMNS

@@ -1,4 +1,12 @@
-"""Device code of `_indexer`."""
+"""Device code of `_indexer`: the scores by which sparse attention chooses its keys.
+
+The score of a key for a token is ``sum over heads h of weights[h] * relu(q[h] . k)``, times the key's scale if it has one. All
+heads share the key.
+
+Grid: one axis of (slot, part of the keys), the part varying fastest. A slot has TOKENS tokens of one sequence. The MMA computes
+[BLOCK_N keys, TOKENS * HEADS], with keys as the first operand, so that one block of keys serves all heads of all tokens of the
+slot. Key blocks that no token of the slot sees are not loaded; their scores are stored as -inf.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Device code of `_mha_band`."""
+"""Device code of `_mha_band`: attention in a narrow window, without a loop over keys.
+
+Grid: one axis of (slot, KV head), the head varying fastest. A program loads one tile of query rows, MAIN keys and values up to the
+oldest row's position, and TAIL keys and values after it. So the softmax is a plain softmax over ``MAIN + TAIL`` scores in float32,
+and nothing is rescaled. Positions are relative to the oldest row of the tile: MAIN keys are at ``-(MAIN - 1)`` to 0, TAIL keys at 1
+to TAIL.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +168,8 @@ def band_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Computes the attention of one tile of query rows of one KV head."""
+    """Computes the attention of one tile of query rows of one KV head over its MAIN and TAIL keys. Writes ``out`` and, unless it is
+    None, ``lse`` (natural logarithm)."""
     GROUP: tl.constexpr = SHAPE.group
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     DTYPE: tl.constexpr = FORMATS.dtype

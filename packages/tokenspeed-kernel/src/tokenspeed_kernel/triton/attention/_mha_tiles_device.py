@@ -1,4 +1,16 @@
-"""Device code of `_mha_tiles`."""
+"""Device code of `_mha_tiles`: attention of many queries per sequence, over contiguous or paged keys.
+
+Grid: one axis of (slot, KV head). A slot is a tile of M packed query rows of one sequence, found by `tile_of`; surplus slots return
+at once. If the keys and values of all heads are few enough for L2 (``TILE.heads_first``), the head varies fastest, otherwise the
+tile.
+
+Masks: the blocks of N keys that a tile sees are of two kinds. *Full* blocks are seen whole by every row and need no mask. *Edge*
+blocks contain the causal diagonal, the window's start, or the end of the sequence. ``TILE.edges`` selects one loop with a branch,
+or separate loops, whose full blocks then run without any mask arithmetic.
+
+Numerics: dot products, softmax and accumulator are float32. The probabilities are rounded to the MMA operands' dtype for PV. fp8
+operands are converted in registers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,22 @@
-"""Device code of `_mla_latent`."""
+"""Device code of `_mla_latent`: one kernel for dense, windowed, tree-masked and sparse MLA over a paged cache of latents.
+
+Grid: ``program_id(0) // tiles`` is a sequence, or a work item of the split-KV schedule; ``program_id(0) % tiles`` is one of its
+tiles of query rows.
+
+Tile: M query rows and all C padded latent columns. The float32 accumulator [M, C] stays in registers for the whole mainloop: 64 x
+512 elements take 128 KB, half of an SM's register file on Hopper. So `_mla_schedule` assumes one program per SM/CU.
+
+Mainloop, for each block of N keys:
+
+1. Compute the addresses from the page numbers, which the previous iteration has loaded.
+2. Load the latents [N, C] and the rotary parts [N, R], and convert them to the MMA operands' dtype.
+3. QK: add the dot products of the latents and of the rotary parts, [M, N].
+4. Mask the scores, and do one step of the online softmax in float32.
+5. PV: the same latents are the values. The probabilities are rounded to the operands' dtype first.
+
+With `TILE.transposed` (swap-AB), QK computes [N, M] and the accumulator is [C, M]. The wide dimension is then the M dimension of
+the MMA, so that few query rows waste less of it.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +183,7 @@ def _reach_of(tile, work_item, length, q_len, window_left, tree_mask, SHAPE: tl.
         seen = tl.maximum(length - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, q_len - 1) + 1, 0)
     begin = tile * 0
     if SHAPE.sparse:
-        # begin is always 0, but the compiler does not know this, and so keeps `_attend`'s branches. Without these branches the
+        # The minimum is always 0, but the compiler does not know this. So it keeps the branches in `_attend`, without which the
         # kernel spills 480 bytes.
         begin = tl.minimum(length, 0)
     low = begin
@@ -509,7 +527,11 @@ def attend_latent_kernel(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Computes the attention of one tile of a sequence's query rows over all keys of the sequence, or over the keys of one work
-    item."""
+    item.
+
+    If the work item is the whole sequence, the program writes the final ``out`` and ``lse`` (natural logarithm). Otherwise it
+    writes a normalised float32 partial result and its LSE in base 2, which `merge_partials` merges.
+    """
     HEADS: tl.constexpr = SHAPE.heads
     BLOCK_M: tl.constexpr = TILE.block_m
     q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)

@@ -1,4 +1,12 @@
-"""Device code of `_mla_schedule`."""
+"""Device code of `_mla_schedule`: writes the table of work items that `_mla_latent_device` reads.
+
+The table is int32 [count, 4]: sequence (-1 for unused entries), first key block, end of the key blocks (exclusive), and the index
+of the partial result (-1 if the sequence has one work item). Every program, one per sequence, computes the size of a work item by
+itself, so no program waits for another.
+
+The estimated cost of a size is the number of waves times the longest work item, plus the cost of the merge. ``CANDIDATES`` sizes
+are compared at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Device code of `_split_kv`: which blocks of keys a work item has, and the merge of the work items' partial results."""
+"""Device code of `_split_kv`: which blocks of keys a work item has, and the merge of the work items' partial results.
+
+`find_work_item` needs no stored schedule: every program scans the lengths of all sequences, ``WALK.at_once`` at a time, to find its
+own work item. This saves the launch that would write a schedule. MLA has such a launch, see `_mla_schedule`.
+"""
 
 from __future__ import annotations
 
@@ -158,8 +162,14 @@ def merge_units_kernel(
     WALK: tl.constexpr,  # `Walk`
     MERGE: tl.constexpr,  # `Merge`
 ):  # fmt: skip
-    """Merges the partial outputs of a sequence's work items, weighted by their LSEs. A program merges some of the tiles of query
-    rows."""
+    """Merges the partial outputs of a sequence's work items, weighted by ``exp2`` of their LSEs, in a fixed order.
+
+    The grid is [batch, programs per sequence]. The programs of a sequence divide its (KV head, tile of ROWS query rows) pairs among
+    themselves. Sequences with one work item are left alone: their attention programs have written the final result.
+
+    The attention sink of a head is a score without a value. It enters the row max and the row sum here, because partial results
+    exclude it.
+    """
     HEADS: tl.constexpr = MERGE.heads
     GROUP: tl.constexpr = MERGE.group
     WIDTH: tl.constexpr = MERGE.width

@@ -1,4 +1,4 @@
-"""Device code of `attn_merge_state`."""
+"""Device code of `attn_merge_state`: the weighted mean of two attention outputs, with ``exp(lse - max)`` as weights."""
 
 from __future__ import annotations
 

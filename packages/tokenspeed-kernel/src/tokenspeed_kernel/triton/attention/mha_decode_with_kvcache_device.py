@@ -1,4 +1,19 @@
-"""Device code of `mha_decode_with_kvcache`."""
+"""Device code of `mha_decode_with_kvcache`: paged decode attention with split-KV.
+
+Grid: one axis of (work item, KV head, tile of query rows), the tile varying fastest. A work item is a range of key blocks of one
+sequence. With split-KV, each program finds its work item from the sequence lengths, and returns if there is none.
+
+Tile: the query rows of one KV head, that is, all query heads of its GQA group for all new tokens, padded to the 16 rows that a
+`tl.dot` needs at least. Each key is therefore loaded once for all of them. Several KV heads with few rows share one tile, see
+`decode_kernel`.
+
+Mainloop, for each block of N keys: load N keys and N values through the page table, QK MMA, mask, online softmax in float32, PV MMA
+with probabilities rounded to the MMA operands' dtype. Triton pipelines the loads over ``TILE.stages`` stages. The kernel is
+memory-bound, so the tile and the stages are chosen for bytes in flight, not for the MMAs.
+
+fp8 caches are converted to the operands' dtype in registers, if possible two columns at a time (``FORMATS.pairs``, see
+`_fp8_pairs`). Scales of q and k multiply the scores, and the scale of v multiplies the result.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +51,11 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 @triton.jit
 def _to_float16_range(queries, queries_odd, DTYPE: tl.constexpr):
     """Divides the program's queries by one power of two, so that they fit float16's range. Returns ``(queries, queries_odd,
-    power)``."""
+    power)``.
+
+    fp8 caches are converted to float16, but bfloat16 queries may exceed its range. The power of two moves the largest element to
+    [2^14, 2^15), unless the exponent is clamped. The division is exact, except for elements that become subnormal.
+    """
     largest = tl.maximum(tl.max(tl.abs(queries.to(tl.float32))), tl.max(tl.abs(queries_odd.to(tl.float32))))
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127 - 14
     exponent = tl.minimum(tl.maximum(exponent, -100), 112)

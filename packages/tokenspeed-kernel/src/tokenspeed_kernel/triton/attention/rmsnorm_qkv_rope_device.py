@@ -1,4 +1,8 @@
-"""Device code of `rmsnorm_qkv_rope`."""
+"""Device code of `rmsnorm_qkv_rope`: a GEMV-like kernel with an RMSNorm prologue and a rotary epilogue.
+
+The host module explains why each program normalises all tokens itself. With PDL, a program prefetches its weights to L2 before it
+waits for the preceding kernel.
+"""
 
 from __future__ import annotations
 

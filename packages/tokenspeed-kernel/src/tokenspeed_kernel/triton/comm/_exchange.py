@@ -177,6 +177,7 @@ def exchange(
 
 
 def _memory(protocol: str, peers: PeerMemory) -> tuple[object, ...]:
+    # Returns the receive buffers, generation counters and capacities of a protocol, in the order of its kernel's arguments.
     if protocol == ONE_SHOT:
         return peers.one_shot_uses, peers.one_shot, peers.one_shot_source, peers.one_shot_bytes
     return (

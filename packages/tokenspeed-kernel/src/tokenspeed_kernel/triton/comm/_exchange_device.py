@@ -42,6 +42,7 @@ def load_row(start, row, column, inside, ROW: tl.constexpr):
 
 @triton.jit
 def store_row(start, row, column, inside, words, ROW: tl.constexpr):
+    # Stores a row's int32 words ``[vectors, 4]`` to a dense tensor at ``start``; the inverse of `load_row`.
     vector = row.to(tl.int64) * ROW + column
     tl.store(
         start.to(tl.pointer_type(tl.int32), bitcast=True) + vector[:, None] * 4 + tl.arange(0, 4)[None, :], words, inside[:, None]
@@ -218,6 +219,16 @@ def one_shot_kernel(
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr, PACK: tl.constexpr,
     GROUP: tl.constexpr, FORMAT: tl.constexpr, LIMIT: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    # All-reduce in one trip: every rank pushes each of its rows to all other ranks, and sums the ranks' rows itself.
+    #
+    # Args:
+    #     x: this rank's rows.
+    #     residual, weight, out, scale_out, residual_out: operands and results of the fused operation, see `finish`.
+    #     generations: the generation counters of the receive buffer's 512-byte blocks.
+    #     targets: this rank's section in the receive buffers of the other ranks, the next rank first.
+    #     source: this rank's receive buffer, ``[2 halves, WORLD ranks, capacity vectors]``.
+    #     rows, total: number of rows, and of 16-byte vectors of all rows.
+    #     limit: time limit of the polling, in nanoseconds, see `poll`.
     UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
@@ -265,6 +276,12 @@ def two_shot_kernel(
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, ONCE: tl.constexpr, EARLY: tl.constexpr, PACK: tl.constexpr,
     GROUP: tl.constexpr, FORMAT: tl.constexpr, LIMIT: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    # All-reduce in two trips: each row is pushed to its owner, rank ``row % WORLD``. The owner sums the ranks' rows and pushes the
+    # sum to all ranks.
+    #
+    # There are two receive buffers, each with its own generation counters: ``source`` for the rows that this rank owns, and
+    # ``sum_source`` for the sums that owners send. ``units``: the number of generation counters of an owner's receive buffer. Other
+    # arguments: see `one_shot_kernel`.
     UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)

@@ -32,6 +32,7 @@ def scatter_sum(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
 
 
 def _launch_chunks(kernel: Any, x: Tensor, group: ProcessGroup, peers: PeerMemory, out: Tensor, nbytes: int) -> None:
+    # Launches a kernel that treats each rank's ``nbytes`` bytes as rows of CHUNK bytes, whatever the tensor's own rows are.
     rows, vectors = cdiv(nbytes, CHUNK), CHUNK // VECTOR
     config = config_for(rows, x.device)
     kernel[(min(rows, most_programs(config, x.device)),)](

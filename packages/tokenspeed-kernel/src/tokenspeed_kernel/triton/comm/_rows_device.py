@@ -53,6 +53,8 @@ def all_gather_kernel(
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
+    # Writes the rows of all ranks to ``out``, ``[WORLD, rows, ROW vectors]``, ordered by rank. Arguments: see
+    # `_exchange_device.one_shot_kernel`.
     UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
@@ -94,6 +96,9 @@ def reduce_scatter_kernel(
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
+    # Writes this rank's slice of the sum over ranks to ``out``. ``x`` has a slice of ``rows`` rows for each rank; slice ``r`` is
+    # pushed to rank ``r``. The sum is in float32, in rank order, and is rounded once. Other arguments: see
+    # `_exchange_device.one_shot_kernel`.
     UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
@@ -178,6 +183,11 @@ def moe_dispatch_kernel(
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
+    # Sends each token to the ranks that have at least one of its top-k experts, and writes the received tokens to ``out``.
+    #
+    # Every rank receives a header for every token: its top-k ids, local to the receiver (-1 for experts of other ranks), and its
+    # weights. The token's row follows only if some id is not -1. The result has the tokens of all ranks, ordered by rank; the rows
+    # of tokens that were not sent are zeros.
     UNITS: tl.constexpr = (HEADER + ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     inside = column < ROW
@@ -257,6 +267,10 @@ def moe_combine_kernel(
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
+    # Returns experts' results to the ranks of their tokens, and sums them there: the counterpart of `moe_dispatch_kernel`.
+    #
+    # ``x`` has a row for each token of each rank. A rank sends the rows of tokens that had an expert here, ``ids >= 0``, each after
+    # a header that says whether the row follows. The sum over ranks is in float32, in rank order, and is rounded once.
     UNITS: tl.constexpr = (1 + ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     inside = column < ROW

@@ -15,6 +15,7 @@ from tokenspeed_kernel_base.spec import Priority
 
 
 def _all_reduce(protocol: str, x: Tensor, group: ProcessGroup, out: Tensor | None) -> Tensor:
+    # Implements both kernels of `all_reduce`. ``protocol``: ONE_SHOT or TWO_SHOT.
     source = x.contiguous()
     total = out if out is not None and out.is_contiguous() else torch.empty_like(source)
     if x.numel():

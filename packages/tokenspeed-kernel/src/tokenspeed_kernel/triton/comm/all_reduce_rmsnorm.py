@@ -30,6 +30,7 @@ def _all_reduce_rmsnorm(
     out: Tensor | None,
     residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    # Implements both kernels of `all_reduce_rmsnorm`. ``protocol``: ONE_SHOT or TWO_SHOT.
     source = x.contiguous()
     normed = out if out is not None and out.is_contiguous() else torch.empty_like(source)
     total = None

@@ -1,4 +1,9 @@
-"""Device code of `apply_rope`."""
+"""Device code of `apply_rope`, and the parts that fused kernels call: loads, norm, rotation and stores of tiles of heads.
+
+A tile of heads is three tensors: the first elements of all rotary pairs, their second elements, and the unrotated rest of the head.
+In the interleaved layout a pair is two adjacent elements, otherwise elements ``i`` and ``i + rotary_dim / 2``. Rotation is in
+float32 and rounds once. Offsets are 64-bit, because q, k and the cache may exceed 2^31 elements.
+"""
 
 from __future__ import annotations
 

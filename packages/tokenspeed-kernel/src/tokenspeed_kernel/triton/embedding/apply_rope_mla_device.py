@@ -1,4 +1,4 @@
-"""Device code of `apply_rope_mla`."""
+"""Device code of `apply_rope_mla`: rows of latents followed by their rotary part, for the cache and for absorbed queries."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ def _write_latents(
     ENCODING: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    # Writes the latents and rotated rotary parts of TILE.tokens tokens to their cache slots. Tokens with a negative slot are
+    # skipped.
     column = tl.arange(0, TILE.rank)[None, :]
     token = (program * TILE.tokens + tl.arange(0, TILE.tokens)[:, None]).to(tl.int64)
     inside = token < tokens
@@ -74,6 +76,7 @@ def _write_latents(
 def _make_queries(
     q_latent, q_rope, q, angles, program, tokens, scale, SHAPE: tl.constexpr, ENCODING: tl.constexpr, TILE: tl.constexpr
 ):
+    # Writes TILE.q_heads heads of q: the absorbed queries, followed by the rotated rotary parts.
     column = tl.arange(0, TILE.rank)[None, :]
     row = program * TILE.q_heads + tl.arange(0, TILE.q_heads)[:, None]
     token, head = (row // SHAPE.heads).to(tl.int64), (row % SHAPE.heads).to(tl.int64)

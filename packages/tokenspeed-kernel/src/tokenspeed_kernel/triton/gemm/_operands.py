@@ -85,6 +85,7 @@ def operand(x: Tensor, scale: Tensor | None, lines_axis: int) -> Operand:
 
 
 def _scaled(x: Operand, scale: Tensor, lines_axis: int, k_axis: int) -> Operand:
+    # Returns the operand with its scale: finds the granularity and the block size from the scale's dtype and shape.
     if scale.dtype == torch.float32 and scale.ndim < 2:
         return x._replace(scale=scale, scaling=WHOLE)
     stored = _STORED.get(scale.dtype, E8M0)

@@ -1,4 +1,4 @@
-"""Device code of `_split_k`."""
+"""Device code of `_split_k`: the second launch of a GEMM with split-K."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def sum_splits_kernel(
     INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    # Adds the float32 partial sums ``[SPLITS, batch, M, N]`` of one tile in the order of splits, and runs the epilogue: bias,
+    # rounding, store. ``elements``: number of elements of one split, ``batch * M * N``.
     start(EARLY)
     down, across = tl.cdiv(M, _ROWS), tl.cdiv(N, _COLUMNS)
     batch, index = (tl.program_id(0) // (down * across)).to(tl.int64), tl.program_id(0) % (down * across)

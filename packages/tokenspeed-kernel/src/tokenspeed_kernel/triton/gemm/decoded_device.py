@@ -1,4 +1,12 @@
-"""Device code of `decoded`."""
+"""Device code of `decoded`: GEMMs that dequantise their operands in registers.
+
+Grid: [output tiles of all matrices of the batch, splits of k]. The MMAs are swap-AB: a tile computes ``b [BLOCK_N, BLOCK_K] @ a
+[BLOCK_M, BLOCK_K].T``, so the accumulator is [BLOCK_N, BLOCK_M]. The weights are the first operand, which WGMMA accepts in
+registers. So dequantised weights need no round trip through shared memory.
+
+One-byte block scales (``MICRO``) multiply the elements before the MMA, which is exact, see `decoded`. Larger blocks multiply each
+step's partial sum. Scales per line or per tensor multiply the accumulator.
+"""
 
 from __future__ import annotations
 

@@ -174,6 +174,8 @@ def is_eligible(x: Operand, w: Operand) -> bool:
 
 
 def config_for(x: Operand, w: Operand, out: Tensor) -> Config:
+    # Returns the configuration for operands that `is_eligible` accepts, by dtype, scaling and number of rows of a. ``out``: the
+    # output, whose dtype limits the tile.
     device = x.tensor.device
     configs = for_architecture(_FP8 if x.tensor.element_size() == 1 else _HALF, device)
     if w.scaling == BLOCK:
@@ -195,6 +197,7 @@ def config_for(x: Operand, w: Operand, out: Tensor) -> Config:
 
 
 def _describable(x: Operand) -> bool:
+    # Whether a tensor descriptor can describe the operand: two axes, unit stride along k, lines aligned to 16 bytes.
     data = x.tensor
     return data.ndim == 2 and x.strides[2] == 1 and x.strides[1] * data.element_size() % 16 == 0 and data.data_ptr() % 16 == 0
 

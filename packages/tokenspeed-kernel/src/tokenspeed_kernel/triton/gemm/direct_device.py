@@ -1,4 +1,16 @@
-"""Device code of `direct`."""
+"""Device code of `direct`: ``out = a @ b`` with operands that the tensor cores read as stored.
+
+Grid: [output tiles of all matrices of the batch, splits of k]. With ``TILE.persistent``, axis 0 has fewer programs than tiles, and
+a program loops over its tiles. The loop is flattened, so that the loads of the next tile overlap the epilogue of this one.
+
+Both operands are read as *lines* along k: rows of a, columns of b. A tile is ``x [BLOCK_M, BLOCK_K] @ w [BLOCK_N, BLOCK_K].T``.
+Line indices wrap around at the last line instead of being masked; the surplus rows and columns are not stored. Elements beyond K
+are masked to 0 unless ``TILE.even_k``.
+
+Scales per line or per tensor multiply the accumulator after the loop. Block scales multiply the partial sum of each step along k,
+before it is added to the accumulator. ``TILE.partial`` also adds each step's partial sum in float32, because the tensor core's fp8
+accumulator is narrower than float32, see `Config`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +37,8 @@ def _lines(
 ):
     """Loads ``[LINES, BLOCK_K]`` of an operand, from line ``line0`` and element k0 on.
 
-    Lines beyond the operand's last line are undefined; elements beyond K are 0.
+    Lines beyond the operand's last line have arbitrary values, and their results are not stored. Elements beyond K are 0: a tensor
+    descriptor pads with zeros, and pointers are masked.
     """
     if DESCRIPTOR:
         tile = operand.data.load([line0, k0])
@@ -118,7 +131,8 @@ def direct_mm_kernel(
 ):  # fmt: skip
     """Computes output tiles (grid axis 0) of the matrices of the batch, over one split of k (grid axis 1).
 
-    a and b are tensors or tensor descriptors.
+    a and b are pointers or tensor descriptors. A split covers ``k_per_split`` elements of k. With several splits, split ``i``
+    stores its partial sums at ``out_ptr + i * stride_split``, and `sum_splits` adds them.
     """
     A_SCALING: tl.constexpr = SCALING.a
     B_SCALING: tl.constexpr = SCALING.b

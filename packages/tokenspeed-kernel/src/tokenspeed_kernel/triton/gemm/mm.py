@@ -94,6 +94,12 @@ def _multiply(
     alpha: Tensor | None,
     out: Tensor,
 ) -> None:
+    # Computes a GEMM, or a batch of them, with the first eligible of four kernels:
+    #
+    # 1. `direct`: the tensor cores support both operands as stored.
+    # 2. `words`: few rows of a, and e2m1 weights.
+    # 3. `once`: many rows of a; b is dequantised in a launch of its own.
+    # 4. `decoded`: everything else; each program dequantises what it reads.
     if not out.numel():
         return
     # If a has one-byte scales, it is dequantised once, instead of in every program that reads it.

@@ -1,4 +1,10 @@
-"""Device code of `words`."""
+"""Device code of `words`: GEMMs of few rows of a with e2m1 weights, four values per 16-bit word.
+
+Grid: [output tiles, splits of k]. The MMAs are swap-AB: a tile computes [TILE.n columns of b, TILE.m rows of a]. `_decode` turns a
+tile of words [n, k / 4] into four tiles of weights: those of the elements ``4j``, ``4j + 1``, ``4j + 2`` and ``4j + 3``. Unless a
+is arranged, each of the four is multiplied by the matching quarter of a, and the four MMAs alternate between two accumulators. If a
+is arranged, the four tiles are concatenated along k, because a has the same order of k in memory.
+"""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ def _slots_of(pages, table, position, moved, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _move(cache, old, new, moved, program, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_C: tl.constexpr):
+    # Copies BLOCK_C columns of all moved rows of a cache from their old slots to their new slots, which may be old slots of other
+    # rows.
     column = program * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     head, inner = (column // DIM).to(tl.int64), column % DIM
     there = moved & (column < WIDTH)

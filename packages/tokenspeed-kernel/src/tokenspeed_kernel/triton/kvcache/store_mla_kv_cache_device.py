@@ -1,4 +1,4 @@
-"""Device code of `store_mla_kv_cache`."""
+"""Device code of `store_mla_kv_cache`: writes latents and rotary parts to the slots of a paged cache, in the cache's dtype."""
 
 from __future__ import annotations
 

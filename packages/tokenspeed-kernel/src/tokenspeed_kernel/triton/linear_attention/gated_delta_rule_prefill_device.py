@@ -1,4 +1,12 @@
-"""Device code of the second step of `gated_delta_rule_prefill`, which computes states and outputs, chunk after chunk."""
+"""Device code of the second step of `gated_delta_rule_prefill`, which computes states and outputs, chunk after chunk.
+
+Grid: one axis of (sequence, value head, TILE.v columns of the state), the columns varying fastest. The columns of a state do not
+interact, so programs need no communication. A program keeps its columns [K, TILE.v] in registers, in float32, over the whole
+sequence. Chunks depend on each other, so parallelism comes only from sequences, heads and columns.
+
+A chunk takes five MMAs, whose formulas and names are in `_chunks_device`: keys @ S, ``(I + A)^-1 beta`` @ errors, queries @ S,
+``scale P`` @ U, and the update keys^T @ U. Row factors (decays, L2 norms) multiply the float32 results rather than the operands.
+"""
 
 from __future__ import annotations
 

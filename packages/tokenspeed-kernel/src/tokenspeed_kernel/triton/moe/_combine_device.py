@@ -1,4 +1,4 @@
-"""Device code of `_combine`."""
+"""Device code of `_combine`: the weighted sum over each token's top-k slots."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ def combine_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # Computes BLOCK features of one token: the sum over its slots of weight times result, in float32, in the order of slots.
+    #
+    # ``slots_ptr``: the down projection's results, ``[PARTS, tokens * TOP_K, hidden]``. With split-K, the PARTS partial sums of a
+    # slot are added first. Slots whose expert id is not from 0 to ``num_experts - 1`` are skipped, without reading their rows.
     token = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = feature < hidden

@@ -5,6 +5,13 @@ the gated activation. The second projection writes the row of each (token, slot)
 
 The dots are swap-AB: accumulators are ``[features, rows]``. An expert may have few rows, and the MMAs of all vendors have a smaller
 N (8 or 16) than M (16 to 64). A tile is transposed once, when it is stored.
+
+Grid: one axis of (group of blocks, tile of features, block within the group), the block varying fastest. Blocks without rows have
+expert -1 and return at once. A program holds one accumulator per feature tile, or two (gate and up) in the first projection.
+
+Numerics: tiles are converted to ``OPTIONS.compute`` and accumulated in float32. One-byte block scales multiply the weights before
+the MMA. fp8 scales of 128 x 128 blocks multiply each step's partial sum, so ``block_k`` must not span two such blocks. All other
+scales multiply the accumulator.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ def _row_pairs(rows: int, interleaved: bool, device: torch.device) -> Tensor:
 
 
 def _prepare(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # Returns the words, exponents and epilogue factors of one projection. ``rows``: the result of `_row_pairs`.
     assert scale is not None
     experts, _, half_k = codes.shape
     pairs, chunks = rows.shape[1], -(-half_k * 2 // CHUNK)

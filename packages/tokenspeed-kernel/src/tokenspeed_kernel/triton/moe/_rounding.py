@@ -44,6 +44,11 @@ def fitted(x: Tensor, row_count: Tensor | None = None) -> tuple[Tensor, Tensor]:
 def _with_scales(
     x: Tensor, format: str, carrier: torch.dtype, row_count: Tensor | None, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    # Rounds rows to ``format`` with a float32 scale per row. Returns the rounded rows, divided by their scales, in dtype
+    # ``carrier``, and the scales.
+    #
+    # ``row_count``: int32 on the device, the number of rows to round; None for all. ``given``: a static scale, or None for the
+    # amax.
     rows, columns = x.shape
     result = torch.empty(rows, columns, dtype=carrier, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)

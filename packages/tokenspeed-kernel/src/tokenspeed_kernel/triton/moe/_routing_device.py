@@ -1,4 +1,9 @@
-"""Device code of `_routing`."""
+"""Device code of `_routing`: counts the pairs of each expert, and sorts pairs into blocks.
+
+`schedule_kernel` has the grid [experts, parts of the pairs]. It sorts by counting: a pair's place is the number of pairs of earlier
+experts, plus the number of earlier pairs of its expert. Only the order of integer additions in the totals is not fixed, so the
+schedule is always the same. With few pairs, each program counts all pairs itself, and `count_kernel` is not launched.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 Besides the schedule, a call takes at most five launches, without host synchronisation: round the tokens (for narrow activations),
 first projection with the activation, round again (for per-row scales), second projection, combine.
+
+Both projections are one grouped-GEMM kernel, see `_grouped_gemm_device`. `_Formats` chooses a dtype of its MMAs that represents
+weights and rounded activations exactly. `_blocks_for` chooses the tiles by the mean number of rows per expert, because the host
+does not read the routing.
 """
 
 from __future__ import annotations

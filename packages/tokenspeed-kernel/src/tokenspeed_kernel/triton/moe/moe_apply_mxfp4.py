@@ -262,6 +262,7 @@ def moe_apply_as(
 
 
 def _activate(gate_up: Tensor, activated: Tensor, plan: MoEPlan) -> None:
+    # Adds the first GEMM's split-K partial sums ``[parts, pairs, 2 * features]``, and writes the activation to ``activated``.
     parts, pairs, _ = gate_up.shape
     features = plan.intermediate_size
     block = min(512, next_power_of_2(features))

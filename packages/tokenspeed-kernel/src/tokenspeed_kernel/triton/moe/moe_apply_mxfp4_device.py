@@ -1,5 +1,18 @@
-"""Device code of `moe_apply_mxfp4`. Weight rows are in pairs: gate and up of a feature in w13, rows ``r`` and ``r + rows / 2`` in
-w2. A *chunk* is 64 elements of k."""
+"""Device code of `moe_apply_mxfp4`: grouped GEMMs with mxfp4 weights that are dequantised in registers.
+
+Weight rows are in pairs: gate and up of a feature in w13, rows ``r`` and ``r + rows / 2`` in w2. A *chunk* is 64 elements of k,
+that is, two scale blocks. `_mxfp4_layout` describes the words and exponents.
+
+Grid: [(block of (token, slot) pairs, tile of weight rows), splits of k], the tile varying fastest on axis 0. The MMAs are swap-AB:
+weights [ROWS, 32] are the left operand and stay in registers after they are dequantised; activations [32, COLUMNS] are the right
+operand. A tile of words [ROWS, 32] gives four tiles of weights, two rows of each pair by two scale blocks, so a tile has two
+accumulators, one per row of the pair. With ``TILE.separate``, each scale block has accumulators of its own, which are added after
+the loop: the chain of dependent MMAs is half as long. Otherwise both blocks are joined to one MMA operand of 64 elements.
+
+Numerics: weights are dequantised relative to the largest scale of their row. This is exact in bfloat16, and in float16 except for
+results that are subnormal or less. The row's largest scale, and the scale of the activation row, multiply the float32 accumulators
+in the epilogue.
+"""
 
 from __future__ import annotations
 
@@ -86,6 +99,7 @@ class Swiglu(NamedTuple):
 
 @triton.jit
 def _activated(gate, up, swiglu, LIMITED: tl.constexpr):
+    # Returns the gated activation of float32 ``gate`` and ``up``, see `Swiglu`.
     if LIMITED:
         gate, up = clamp_gated(gate, up, swiglu.limit)
     return (up + swiglu.beta) * gate / (1.0 + tl.exp(-swiglu.alpha * gate))
@@ -105,7 +119,12 @@ def _multiply_tile(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes a tile of one expert's GEMM. ``pair``, ``valid``: each column's (token, slot) pair, and which columns have one."""
+    """Computes a tile of one expert's GEMM, and stores it. ``pair``, ``valid``: each column's (token, slot) pair, and which columns
+    have one.
+
+    With OPTIONS.activated, stores the activation of both rows of each pair, [pairs, rows]. Otherwise stores both rows, [pairs, 2 *
+    rows]: the down projection's result, or a split-K partial sum.
+    """
     ROWS: tl.constexpr = TILE.rows
     SEPARATE: tl.constexpr = TILE.separate
     UNROLL: tl.constexpr = TILE.unroll
@@ -207,8 +226,11 @@ def product_kernel(
     TILE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Computes a tile of one grouped GEMM. PAIRS: 0 with a schedule (``block_expert``), else an upper bound of the number of
-    pairs.
+    """Computes a tile of one grouped GEMM.
+
+    With PAIRS = 0, a schedule (``block_expert``, ``block_row``, ``order``) gives each block's expert and pairs. A block with few
+    pairs uses a narrower tile. With PAIRS > 0, an upper bound of the number of pairs, there is no schedule: the programs of pair
+    ``block`` search all ids, and return unless a block of the pair's expert begins with this pair.
     """
     COLUMNS: tl.constexpr = TILE.columns
     TAIL: tl.constexpr = TILE.tail

@@ -1,4 +1,11 @@
-"""Device code of `moe_topk`."""
+"""Device code of `moe_topk`: `route`, which other kernels call too, and the kernel that only routes.
+
+Grid of `topk_kernel`: tiles of ROWS tokens. A program holds the sort keys of all experts of its tokens in registers, int32 [ROWS,
+experts padded to a power of two]. For unbiased 16-bit logits, a sort key contains its expert id (``PACKED``). Each round of the
+selection is then one reduction instead of two.
+
+Exponentials and divisions are accurate to about one ulp, because approximate ones could change which experts are chosen.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +64,7 @@ def _exp(x):
 
 @triton.jit
 def _sigmoid(x):
+    # Returns ``1 / (1 + exp(-x))`` with a correctly rounded division.
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + _exp(-x))
 
 
@@ -259,6 +267,7 @@ def topk_kernel(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    # Routes ROWS tokens per program. Writes ``weights``, float32 [tokens, top_k], and ``ids_out`` [tokens, top_k].
     start(EARLY)
     route(
         logits,

@@ -1,4 +1,4 @@
-"""Device code of `rmsnorm_moe_topk`."""
+"""Device code of `rmsnorm_moe_topk`. The last program of a token to arrive routes the token, so that one launch suffices."""
 
 from __future__ import annotations
 

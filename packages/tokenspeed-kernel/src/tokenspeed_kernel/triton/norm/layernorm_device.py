@@ -1,4 +1,6 @@
-"""Device code of `layernorm`."""
+"""Device code of `layernorm`, in float32. The variance is the mean of squared differences from the mean, which takes a second
+reduction, but does not cancel if the mean is large.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +71,11 @@ def layernorm_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
+    # Normalises ROWS rows. With a residual, also stores x + residual, rounded to the residual's dtype, to ``residual_out``, and
+    # normalises the rounded sum.
+    #
+    # With ONE_PASS, a row fits in one tile of BLOCK columns and is read once. Otherwise it is read in blocks: once for the residual
+    # add if there is one, twice for mean and variance, once for the result.
     start(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]

@@ -61,6 +61,7 @@ def qk_rmsnorm_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # The first ``q_programs`` programs normalise TILE heads of q each, all others TILE heads of k each. Sums are float32.
     program = tl.program_id(0)
     if program < q_programs:
         x = Heads(q, q_token_stride, q_head_stride)

@@ -1,4 +1,4 @@
-"""Device code of `rmsnorm`."""
+"""Device code of `rmsnorm`, and the float32 norm of a tile that fused kernels call (`normalise_rows`, `inverse_rms`)."""
 
 from __future__ import annotations
 
@@ -85,6 +85,11 @@ def rmsnorm_kernel(
     INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    # Normalises ROWS rows. With a residual, also stores x + residual, rounded to the residual's dtype, to ``residual_out``, and
+    # normalises the rounded sum.
+    #
+    # With ONE_PASS, a row fits in one tile of BLOCK columns and is read once. Otherwise it is read twice, in blocks: for the sum of
+    # squares, and for the result.
     start(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]

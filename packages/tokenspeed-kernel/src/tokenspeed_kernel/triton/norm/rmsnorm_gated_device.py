@@ -1,4 +1,6 @@
-"""Device code of `rmsnorm_gated`."""
+"""Device code of `rmsnorm_gated`: RMSNorm and a sigmoid or SiLU gate, in float32, rounded once. The gate comes before or after the
+norm (GATE_FIRST).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 @triton.jit
 def _sigmoid(x):
+    # Returns ``1 / (1 + exp(-x))``, float32.
     # A squared reciprocal square root is as accurate as a division, and takes three fewer instructions.
     root = tl.rsqrt(1.0 + tl.exp2(x * _MINUS_LOG2_E))
     return root * root

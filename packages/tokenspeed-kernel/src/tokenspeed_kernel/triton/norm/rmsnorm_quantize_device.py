@@ -34,6 +34,8 @@ def rmsnorm_quantize_kernel(
     FORM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    # Normalises ROWS whole rows, rounds them to x's dtype, and stores them quantised: ``codes`` and ``scales``, in the form FORM.
+    # With a residual, also stores x + residual to ``residual_out``. ``given``: the static scale, if FORM has one.
     start(EARLY)
     first, before = rows_of_program(tl.program_id(0), programs, rows, ROWS, FORM)
     if FORM.scales == "tiles":

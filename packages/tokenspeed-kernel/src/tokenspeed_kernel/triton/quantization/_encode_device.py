@@ -1,4 +1,4 @@
-"""Device code of `_encode`."""
+"""Device code of `_encode`: decoding and encoding of fp8, e2m1 and e8m0, division by scales, and maxima that propagate NaN."""
 
 from __future__ import annotations
 

@@ -83,6 +83,7 @@ def quantize_fp8(
 
 
 def _format(x: Tensor, dtype: torch.dtype) -> dict[str, object]:
+    # Returns the kernels' compile-time arguments that depend on the fp8 dtype and on the device.
     able = abilities(x.device)
     return {
         "FORMAT": FP8_NAMES[dtype],
@@ -94,6 +95,8 @@ def _format(x: Tensor, dtype: torch.dtype) -> dict[str, object]:
 
 
 def _groups(x: Tensor, q: Tensor, scale: Tensor, length: int) -> None:
+    # Quantises groups of ``length`` consecutive elements of each row. Groups that do not fit in registers are quantised as regions
+    # of one row.
     rows = rows_of(x)
     if min(length, x.shape[-1]) > _HELD:
         return _regions(rows[None], q, scale, 1, length)
@@ -162,6 +165,7 @@ def _regions(x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int) -> No
 
 
 def _whole(x: Tensor, q: Tensor, scale: Tensor) -> None:
+    # Quantises x with one scale, in two launches: partial maxima, then quantisation.
     x = x.contiguous()
     elements = x.numel()
     config = _WHOLE_LARGE if config_for(elements).tile > _WHOLE_SMALL.tile else _WHOLE_SMALL

@@ -1,4 +1,12 @@
-"""Device code of `quantize_fp8`."""
+"""Device code of `quantize_fp8`, by granularity of the scale.
+
+* `quantize_groups_kernel`: groups of consecutive elements (rows, blocks) that fit in registers; x is read once.
+* `quantize_regions_kernel`: 2D tiles, and groups that do not fit in registers; one program per scale.
+* `partial_maxima_kernel` and `quantize_tensor_kernel`: one scale for the whole tensor, in two launches.
+
+The scale is ``amax / LIMIT``, at least the smallest normal float32, so that no division is by 0. `divide` corrects the quotient
+that a multiplication by the reciprocal gives, so that codes are those of a true division. A NaN makes the scale NaN.
+"""
 
 from __future__ import annotations
 
@@ -197,6 +205,8 @@ def quantize_regions_kernel(
 
 @triton.jit
 def partial_maxima_kernel(x_ptr, partial_ptr, elements, TILE: tl.constexpr):
+    # First launch for a scale per tensor: each program stores the amax of its share of x, a grid-stride loop over tiles, to
+    # ``partial_ptr``, float32 [programs]. A NaN in x makes its program's result NaN.
     amax = tl.zeros([TILE], tl.float32)
     first = tl.program_id(0).to(tl.int64) * TILE
     step = tl.num_programs(0).to(tl.int64) * TILE
@@ -223,6 +233,9 @@ def quantize_tensor_kernel(
     INTERPRETED: tl.constexpr,
     STEPS: tl.constexpr,
 ):
+    # Second launch for a scale per tensor: each program reduces all partial maxima to the scale, and quantises one tile of x.
+    #
+    # Program 0 processes the end of x, which the first launch has read last and the cache may still hold.
     at = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE + tl.arange(0, TILE)
     x = tl.load(x_ptr + at, mask=at < elements, other=0.0).to(tl.float32)
     index = tl.arange(0, PARTIALS)

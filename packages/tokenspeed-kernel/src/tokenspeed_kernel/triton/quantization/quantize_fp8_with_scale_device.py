@@ -26,6 +26,10 @@ def quantize_with_scale_kernel(
     STEPS: tl.constexpr,
     SCALES: tl.constexpr,
 ):
+    # Divides one tile [ROWS, COLUMNS] of x by given scales, and encodes the quotients as fp8.
+    #
+    # SCALES: ``"tensor"`` (one scale), ``"token"`` (a scale per row), otherwise a scale per column. ``scale_stride``: elements from
+    # one scale to the next.
     across = tl.cdiv(columns, COLUMNS)
     row = ((tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = ((tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]

@@ -53,6 +53,7 @@ def quantize_mxfp4(x: Tensor, scale_layout: str, out: Tensor | None, scale_out: 
 def _launch(
     x: Tensor, q: Tensor, scale_layout: str, out: Tensor | None, scale_out: Tensor | None, up: bool = False
 ) -> tuple[Tensor, Tensor]:
+    # Launches `quantize_mx_kernel`: mxfp4 if q is uint8, otherwise mxfp8. ``up``: whether scales are rounded up.
     scale = made_or(scale_out, block_scales_shape(x, BLOCK_MX, scale_layout), torch.uint8, x)
     if x.numel():
         rows = rows_of(x)

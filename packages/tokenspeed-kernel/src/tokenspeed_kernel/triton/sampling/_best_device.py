@@ -10,6 +10,8 @@ from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed
 
 @triton.jit
 def _store_best(best, row, first_token, tokens, tokens_stride, values, values_stride):
+    # Stores the token of a `packed` pair, plus ``first_token``, the first token of this shard; and its logit, unless ``values`` is
+    # None.
     tl.store(tokens + row * tokens_stride, token_of(best) + first_token)
     if values is not None:
         tl.store(values + row * values_stride, from_sort_key((best >> 32).to(tl.int32)))
@@ -60,6 +62,7 @@ def best_of_spans_kernel(
 
 @triton.jit
 def best_of_rows_kernel(best, first_token, tokens, tokens_stride, values, values_stride, spans, SPANS: tl.constexpr):
+    # Reduces the results of a row's spans, ``best``, to the row's token and logit. One program per row.
     row = tl.program_id(0).to(tl.int64)
     span = tl.arange(0, SPANS)
     found = tl.max(tl.load(best + row * spans + span, mask=span < spans, other=-0x8000000000000000), axis=0)

@@ -22,6 +22,8 @@ def merge_argmax_kernel(
     rows,
     BLOCK: tl.constexpr,
 ):
+    # Merges the results of several shards of the vocabulary for BLOCK rows: the token with the largest logit. Among equal logits,
+    # the lowest token wins; NaN is above all.
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = row < rows
     best = tl.full([BLOCK], -0x8000000000000000, tl.int64)

@@ -14,6 +14,7 @@ _NO_PAIR = tl.constexpr(-0x8000000000000000)
 
 @triton.jit
 def _less(x, lse):
+    # Returns ``x - lse``; -inf stays -inf, even if ``lse`` is -inf.
     return tl.where(x == float("-inf"), x, x - lse)
 
 
@@ -50,6 +51,8 @@ def merge_token_logprobs_kernel(
     TOP_K_PADDED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    # Merges the shards' results of one row: the LSE over the whole vocabulary, the log-probability of the given token, and the
+    # ``top_k`` most probable tokens. The given token is in one shard; the other shards have -inf for it.
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS).to(tl.int64)

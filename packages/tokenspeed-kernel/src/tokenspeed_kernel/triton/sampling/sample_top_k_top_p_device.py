@@ -1,4 +1,13 @@
-"""Device code of `sample_top_k_top_p`."""
+"""Device code of `sample_top_k_top_p`, whose docstring explains the four launches.
+
+* `group_maxima_kernel`: grid (row, span). Reads all logits once.
+* `decide_kernel`: grid (row). Reads the group maxima and the logits of a few groups.
+* `weigh_kernel`: grid (row, chunks). Reads all logits of undecided rows.
+* `finish_kernel`: grid (row). Reads the copied tokens and the chunks' totals of undecided rows.
+
+The launches communicate through the row's *state*, int64 fields that `_state_device` names. Logits are compared as int32 sort keys,
+which sort as the logits do. A token's weight is an integer, so sums do not depend on the order of addition.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +79,8 @@ def group_maxima_kernel(
 
 @triton.jit
 def _threshold_of(maxima, keys, largest_key, scale, floor, k, vocab, draws, lists, small, TOKENS: tl.constexpr):
-    """Returns ``(threshold, counts, lists)``: tokens whose sort key is >= the threshold are to be listed, if ``lists``.
-
-    ``lists`` is false if too many tokens would be listed.
+    """Returns ``(threshold, counts, lists)``. Tokens whose sort key is >= the threshold are to be listed, if ``lists``. ``lists``
+    is false if too many tokens would be listed.
 
     Args:
         maxima: sort keys of all group maxima. ``keys``: fewer sort keys, each the largest of several groups.

@@ -1,4 +1,12 @@
-"""Device code of `token_logprobs`."""
+"""Device code of `token_logprobs`, in two launches.
+
+* `logit_parts_kernel`: grid (row, span). Reads all logits once. For each span it writes the largest logit, the sum of exponentials
+  relative to this logit, and the maxima of groups of neighbouring tokens.
+* `token_logprobs_kernel`: grid (row). Merges the spans' results to the row's LSE. For the most probable tokens it finds a threshold
+  that at least ``top_k`` group maxima reach, and reads only the groups that reach it.
+
+A maximum of floats would drop NaN. So maxima are taken of int32 sort keys, in which NaN is the largest.
+"""
 
 from __future__ import annotations
 

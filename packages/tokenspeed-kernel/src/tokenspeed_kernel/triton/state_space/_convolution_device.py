@@ -23,6 +23,7 @@ def bias_of(bias, channel, inside):
 
 @triton.jit
 def activated(total, SHAPE: tl.constexpr):
+    # Returns ``silu(total)`` if SHAPE.silu, otherwise ``total``; float32.
     if SHAPE.silu:
         total = total / (1.0 + tl.exp(-total))
     return total

@@ -1,4 +1,6 @@
-"""Device code of `causal_conv1d_decode`."""
+"""Device code of `causal_conv1d_decode`. A program holds the last ``width - 1`` inputs of its channels in registers: ``first`` is
+the newest, then ``second`` and ``third``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Device code of `causal_conv1d_prefill`."""
+"""Device code of `causal_conv1d_prefill`. A program slides over a block of tokens, with the last ``width - 1`` inputs of its
+channels in registers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Device code of `ssd_decode`."""
+"""Device code of `ssd_decode`: ``S = exp(dt * A) * S + dt * x B^T``, ``y = S C``, token after token, in float32.
+
+Grid: [requests, (tile of rows, head)]. The rows of a state do not interact, so programs need no communication. The kernel is
+memory-bound: it reads and writes each state once, so it uses no MMAs.
+"""
 
 from __future__ import annotations
 

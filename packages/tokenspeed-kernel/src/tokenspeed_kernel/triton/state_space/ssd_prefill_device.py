@@ -1,4 +1,15 @@
-"""Device code of `ssd_prefill`."""
+"""Device code of `ssd_prefill`: the state-space recurrence ``S = exp(dt * A) * S + dt * x B^T``, ``y = S C``, chunk by chunk.
+
+Grid of both kernels: one axis of (segment, tile of a head's rows). A program keeps TILE.rows rows of the state [head_dim,
+state_dim] in registers, in float32. For each chunk of tokens it computes, with MMAs:
+
+* the outputs within the chunk: ``(C B^T, causal, times decays) @ x``;
+* the outputs from earlier tokens: ``C @ S^T``, times the decays since the chunk's begin;
+* the state after the chunk: ``S`` times the chunk's decay, plus ``(x, times the decays until the chunk's end)^T @ B``.
+
+Decays between two tokens are exponentials of differences of running sums of log decays. `_decays` explains how these differences
+stay precise. Step sizes enter the exponents as logarithms.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +76,8 @@ def _segment_of(number, cu_seqlens, batch, size, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _part_of(block, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    # Returns the `Part` of the state with index ``block``. Heads vary fastest, so programs of neighbouring heads, which share B and
+    # C, are adjacent in the grid.
     row = block // SHAPE.heads * TILE.rows + tl.arange(0, TILE.rows)
     column = tl.arange(0, TILE.columns)
     return Part(block % SHAPE.heads, row, column, row < SHAPE.head_dim, column < SHAPE.state_dim)
@@ -210,7 +223,8 @@ def ssd_segments_kernel(
     AT_ONCE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Writes each segment's contribution to the state into ``left`` at the index of the next segment.
+    """Writes each segment's contribution to the state into ``left`` at the index of the next segment, and the logarithm of the
+    segment's decay into ``decays``, float32 [segments, heads], at the same index.
 
     ``left`` at the index of a sequence's first segment gets the initial state. The next launch reads the initial state from there,
     because it overwrites the slot.
@@ -320,8 +334,8 @@ def ssd_prefill_kernel(
         out_at += (token + in_chunk)[:, None] * out_token + part.row[None, :].to(tl.int64) * out_dim
         tl.store(out_at, result, mask=inside[:, None] & part.rows[None, :])
         state = _advanced(state, values, b, of_chunk, DTYPE)
-    # Reload the slot and recompute the pointers here. If kept from before the loop, they would occupy 32 registers of each thread
-    # throughout the loop.
+    # Load the slot again and recompute the pointers here. If kept from before the loop, they would occupy 32 registers of each
+    # thread throughout the loop.
     slot = tl.load(state_slots + segment.sequence * slots_stride)
     at = _in_cache(states, part, slot, slot_stride, state_head, state_row, state_column)
     if segment.last & (slot >= 0):
