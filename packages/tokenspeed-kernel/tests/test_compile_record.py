@@ -34,6 +34,9 @@ def test_only_code_changes_a_digest(compile_record: ModuleType, sources: list[Pa
     launch.write_text('"""Launches a kernel."""\n\nSTAGES = 2\n')
     device.write_text('def kernel(x):\n    """Doubles a number."""\n    return 2 * x  # exact\n')
     assert compile_record.digest(sources, tmp_path) == before
+    launch.write_text("STAGES = 2\n")
+    device.write_text("def kernel(x):\n    return 2 * x\n")
+    assert compile_record.digest(sources, tmp_path) == before
     launch.write_text("STAGES = 3\n")
     assert compile_record.digest(sources, tmp_path) != before
 
