@@ -1,18 +1,20 @@
 """MoE experts for many tokens, with mxfp4 weights, on Hopper: two grouped GEMMs, and a weighted sum over slots.
 
-(token, slot) pairs are sorted by expert on the device and divided into tiles of several widths, the widest first. Because the
-device sorts the pairs, a captured graph stays valid when the routing changes. Both GEMMs are swap-AB: weights, dequantised in
-registers, are the A operand, and pairs are the columns. A tile is 128 or 192 rows of weights by many columns, or 576 rows by few
-columns. With 576 rows, a warpgroup processes three panels of weights in turn. The row counts of both GPT-OSS projections are
-multiples of 192 and of 576. In a CTA, one producer warp streams weights by bulk copies, and three warps gather the columns of
-tokens. Two or three warpgroups issue MMAs. Bias and activation are applied in registers, because one thread has gate and up of a
-feature. A separate kernel sums over slots, in slot order.
+A call launches several kernels. The first sorts the (token, slot) pairs by expert and divides them into tiles of columns, the
+widest first. The device sorts the pairs, so a captured graph stays valid when the routing changes. The two GEMMs follow, each after
+a kernel that converts its input rows, if they need conversion. The last kernel sums over slots, in slot order.
+
+Both GEMMs are swap-AB: weights, dequantised in registers, are the A operand, and pairs are the columns. A work item is one tile of
+columns by 128, 192, 384 or 576 rows of an expert's weights: few rows with many columns, many rows with few columns. With 384 and
+576 rows, a warpgroup processes two or three panels of weights. The row counts of both GPT-OSS projections are multiples of 192 and
+of 576. In a CTA, one producer warp streams weights by bulk copies, and three warps gather the columns. Two or three warpgroups
+issue MMAs. Bias and activation are applied in registers, because one thread has gate and up of a feature.
 
 With few pairs, dequantising weights would take most of the time. A kernel before each GEMM then splits bfloat16 values into two
 float8_e4m3fn values, which together represent all but small values exactly (`PARTS`). The MMAs are then fp8, for which dequantising
 the weights takes a third of the instructions. Block scales multiply the partial sums over 32 elements of k. Rows with outliers lose
-small values. If a row loses more than a quarter of its elements in this way, one more kernel recomputes the row's tiles with 16-bit
-MMAs.
+small values. If more than a quarter of a row's elements are too small, one more kernel after the GEMM recomputes the row's tiles
+with 16-bit MMAs.
 
 With fp8 activations, a kernel before each GEMM quantises its rows. With a mean of up to 32 pairs per expert, all experts use fp8
 MMAs. With up to 56, all experts use 16-bit MMAs on the quantised values. With more, experts whose weights float8_e5m2 represents
@@ -156,7 +158,12 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
 
 
 class Memory:
-    """The buffers between the kernels of a single call: parts of one allocation, numbered from 0."""
+    """The buffers between the kernels of a single call: parts of one allocation, numbered from 0.
+
+    Attributes:
+        offsets: the offset in bytes of each part, and at the end the number of bytes of all parts.
+        bytes: the allocation, uint8.
+    """
 
     def __init__(self, device: torch.device, lengths: list[int]) -> None:
         self.offsets = [0]
@@ -165,9 +172,11 @@ class Memory:
         self.bytes = torch.empty(self.offsets[-1], dtype=torch.uint8, device=device)
 
     def at(self, part: int) -> int:
+        """Returns the address of a part."""
         return self.bytes.data_ptr() + self.offsets[part]
 
     def rows(self, part: int, dtype: torch.dtype, count: int, k: int) -> Tensor:
+        """Returns a part as a tensor ``[count, k]``."""
         begin = self.offsets[part]
         return self.bytes[begin : begin + count * k * dtype.itemsize].view(dtype).view(count, k)
 
@@ -184,9 +193,14 @@ def moe_apply_many(
     inputs: tuple[str, ...] | None = None,
     exact: Tensor | None = None,
 ) -> Tensor:
-    """Runs `moe_apply` on checked arguments, with weights in the layout of `mxfp4.layout`.
+    """Computes `moe_apply` of arguments that the operator has checked. Returns the output: ``out``, or a new tensor like ``x``.
 
     Args:
+        x: bfloat16 or float16 ``[tokens, hidden]``. Rows that are not aligned are copied.
+        weights: the experts' weights in the layout of `mxfp4.layout`.
+        topk_weights, topk_ids: float32 and int32 ``[tokens, top_k]``. A negative id skips the slot.
+        plan: the layer's sizes and options.
+        out: receives the output, if given.
         columns: the maximum number of columns of a tile, one of the numbers in `config`. None chooses by the number of pairs. At
             most `MANY_COLUMNS` is used if results of the activation function may exceed float16's range.
         inputs: the kinds of GEMM inputs: `PLAIN` (as given), `CODES` (fp8), `VALUES` (fp8 values in 16 bits) or `PARTS` (two fp8
@@ -225,7 +239,9 @@ def moe_apply_many(
     limit = math.inf if plan.limit is None else plan.limit
     swiglu = plan.alpha, limit, plan.beta
     schedule = sources, tiles_at, tile_count
-    given = aligned(x)  # a copy must precede the schedule kernel: the first conversion overlaps the kernel before it
+    # If x must be copied, do it before the schedule kernel. The first conversion overlaps the kernel that precedes it (PDL), so
+    # that kernel must not write the rows.
+    given = aligned(x)
     programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts, columns, 1)
     exact_at = 0 if exact is None else exact.data_ptr()
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
@@ -259,7 +275,7 @@ def moe_apply_rounded(
     codes: bool | None = None,
     columns: int | None = None,
 ) -> Tensor:
-    """Runs `moe_apply_many` with fp8 activations.
+    """Runs `moe_apply_many` with fp8 activations. ``weights`` must be `RoundedWeights`; otherwise raises TypeError.
 
     Args:
         codes: True uses fp8 MMAs for experts whose weights float8_e5m2 represents exactly. False uses 16-bit MMAs on the quantised

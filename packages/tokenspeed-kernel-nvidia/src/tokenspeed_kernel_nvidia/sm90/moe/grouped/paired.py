@@ -1,11 +1,13 @@
 """MoE experts for many tokens, where two CTAs of a cluster share columns: the launches of `moe_apply` with `Gemm.paired` GEMMs.
 
-With many columns, the bytes that SMs read from L2 bound the GEMMs of `launch`. Each tile reads its own weights and columns. A layer
-of GPT-OSS-120B with 8192 tokens reads 14.4 GB with bfloat16 activations, which would take 2.5 ms at 5.7 TB/s, and 9.8 GB with fp8
-activations. So the CTAs of a cluster compute the same tile of columns for neighbouring tiles of weights, and each loads half of the
-columns for both: 8.1 GB and 6.6 GB. cp.async, which gathers columns in `launch`, cannot multicast. So a kernel packs the columns of
-the first GEMM (`packing_device`). The same kernel quantises the columns of both GEMMs if activations are fp8. Otherwise the first
-GEMM stores its results packed.
+With many columns, the GEMMs of `launch` are bound by the bytes that SMs read from L2: each work item reads its own weights and
+columns. A layer of GPT-OSS-120B with 8192 tokens reads 14.4 GB with bfloat16 activations, which would take 2.5 ms at 5.7 TB/s, and
+9.8 GB with fp8 activations. So the two CTAs of a cluster compute the same tile of columns for neighbouring tiles of weights. Each
+CTA loads half of the columns, and multicasts them to both. The layer then reads 8.1 GB and 6.6 GB.
+
+cp.async, which gathers columns in `launch`, cannot multicast, but bulk copies can. So a kernel first gathers the columns of the
+first GEMM in the layout of shared memory (`packing_device`). With fp8 activations, this kernel also quantises the columns, for both
+GEMMs. Otherwise the first GEMM stores its results packed, as columns of the second.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ def packed_bytes(rows: int, k: int, kind: str) -> int:
 def moe_apply_paired(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None = None
 ) -> Tensor:
-    """Runs `moe_apply` on checked arguments that `config.can_pair` accepts, with weights in the layout of `mxfp4.layout`."""
+    """Computes `moe_apply` like `launch.moe_apply_many`, for sizes and dtypes that `config.can_pair` accepts. With fp8 activations,
+    float8_e5m2 must represent the weights of all experts exactly. For the arguments see `launch.moe_apply_many`."""
     (tokens, hidden), between = x.shape, plan.intermediate_size
     pairs, experts = tokens * plan.top_k, plan.num_experts
     written = to_write(out, x, x.shape)
