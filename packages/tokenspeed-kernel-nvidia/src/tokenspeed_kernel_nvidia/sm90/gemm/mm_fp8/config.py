@@ -12,7 +12,7 @@ HALF = 128  # n of a wgmma
 RING_BYTES = 192 * 1024  # bytes of the ring of operands
 OUT_BYTES = 2  # bytes of an element of the result, which is bfloat16
 PANEL = 128 // OUT_BYTES  # columns of the result that one TMA store writes
-GROUP = 8  # rows of cluster tiles that are rasterised together, for reuse of operands in L2
+GROUP = 8  # rows of cluster tiles in a band, see `Raster`; tiles of a band that run at the same time share operands in L2
 # The elements that share a scale. "block": 128 elements of a row of activations, and 128 x 128 weights. "column": 128 or 64
 # elements along k of a row of activations, and of one column of weights or of several columns.
 Scales = Literal["block", "column"]
@@ -77,7 +77,7 @@ class Supported:
     """A kind of scales for which calls are supported.
 
     Attributes:
-        name: the part of the kernels' names that stands for this kind of scales.
+        name: the name of this kind of scales in the kernels' names.
         scales, stored, block: granularity and storage format of the scales, and elements along k per scale, as in `Config`.
     """
 
@@ -138,4 +138,4 @@ def clusters_of(config: Config, m: int, n: int) -> int:
 
 def every_config() -> list[Config]:
     """Returns all configurations that calls use."""
-    return [config for served in SUPPORTED for config in served.configs()]
+    return [config for kind in SUPPORTED for config in kind.configs()]
