@@ -158,6 +158,7 @@ def near_multipliers(scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint3
 
 
 def _multipliers(code: str, scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
+    """Returns the results of `multipliers`. ``code``: instructions that convert the scale bytes."""
     first, second = cute.arch.inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[scales])
     first_of, second_of = (cute.arch.inline_ptx(BOTH, write_only_types=[Uint32] * 2, read_only_args=[x]) for x in (first, second))
     return tuple(zip(first_of, second_of, strict=True))

@@ -84,6 +84,7 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
 
 
 def _registered(name: str, accuracy: str, **traits: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator that registers `moe_apply` with a name, a note on accuracy, and further traits."""
     return register_kernel(
         "moe",
         "moe_apply",

@@ -70,6 +70,7 @@ class _Launch(NamedTuple):
 
 @functools.cache
 def _launch_of(tokens: int, plan: LinearPlan, device: int) -> _Launch:
+    """Returns the launch parameters of a call. Raises ValueError if the kernel does not support its sizes."""
     # The traits of a kernel that is requested by name are not checked. So check the sizes here.
     if tokens > MAX_TOKENS or plan.in_features > MAX_K:
         most = f"at most {MAX_TOKENS} tokens of {MAX_K} features"

@@ -92,6 +92,7 @@ class Config:
 
     @property
     def activation_bytes(self) -> int:
+        """Bytes of an element of the activations."""
         return 1 if self.dtype.startswith("float8") else 2
 
     @property

@@ -292,11 +292,11 @@ class Mm(Formats):
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
         own = call.at.ring + lane // 4 * config.pitch + place  # address of this lane's first load in the first stage
         at = first_to_read()
-        turn = Int32(0)
+        turn = Int32(0)  # the phase of `call.activated`
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
             rows = cutlass.min(call.rows - begin, GROUP)
             first = call.first + begin
-            edge = BLOCK - first % BLOCK
+            edge = BLOCK - first % BLOCK  # the group's first row in the next 128-row block of scales
             bias, factor = Uint32(0), Float32(1.0)
             done = Int32(0)
             while done < call.row_bytes:

@@ -48,6 +48,7 @@ class Config:
 
     @property
     def producer_registers(self) -> int:
+        """The number of registers of a producer thread. The warps that load scales of columns need more."""
         return 40 if self.scales == "column" else 24
 
     @property
@@ -57,18 +58,22 @@ class Config:
 
     @property
     def a_bytes(self) -> int:
+        """Bytes of the activations in a ring stage of a CTA."""
         return ROWS * BLOCK
 
     @property
     def b_bytes(self) -> int:
+        """Bytes of the weights in a ring stage of a CTA, half of which each CTA of the cluster loads."""
         return self.columns * BLOCK
 
     @property
     def stages(self) -> int:
+        """The number of stages of the ring of operands."""
         return RING_BYTES // (self.a_bytes + self.b_bytes)
 
     @property
     def threads(self) -> int:
+        """The number of threads of a CTA: one producer warpgroup and two MMA warpgroups."""
         return 3 * 128
 
 
@@ -87,6 +92,7 @@ class Supported:
     block: int = 128
 
     def configs(self) -> list[Config]:
+        """Returns the configurations for this kind of scales, with wide and narrow tiles."""
         return [Config(self.scales, self.stored, self.block, halves) for halves in (2, 1)]
 
 

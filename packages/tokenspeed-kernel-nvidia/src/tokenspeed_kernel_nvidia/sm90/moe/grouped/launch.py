@@ -100,6 +100,7 @@ def combine_program(config: Combine) -> tuple[Any, tuple[Any, ...]]:
 
 @program(arch=ARCH, configs=every_rounding)
 def rounding_program(config: Rounding) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the kernel that converts a GEMM's input rows, to rows or to packed columns, and its placeholder arguments."""
     from tokenspeed_kernel_nvidia.sm90.moe.grouped import packing_device, rounding_device
 
     if config.packed:

@@ -1,9 +1,10 @@
 """The device code of `grouped` that makes packed columns. Packed columns are the rows of activations, sorted by expert like the
 pairs, in the layout that the ring of columns has in shared memory.
 
-Packed columns are panels of 128 bytes of k: ``[panel, row, 128 bytes]``. Consecutive rows are adjacent, so one bulk copy moves all
-columns of a tile, and it can multicast them. In a row of 128 bytes, the eight 16-byte chunks are permuted by the row's index modulo
-8, as in the 128-byte swizzle of shared memory. Each expert's rows begin at a multiple of 8. The last panel is zero-padded.
+Packed columns are panels of 128 bytes of k: ``[panel, row, 128 bytes]``. Consecutive rows are adjacent, so one bulk copy moves many
+columns of a tile, for one panel, and it can multicast them. In a row of 128 bytes, the eight 16-byte chunks are permuted by the
+row's index modulo 8, as in the 128-byte swizzle of shared memory. Each expert's rows begin at a multiple of 8. The last panel is
+zero-padded.
 """
 
 # mypy: ignore-errors
@@ -103,6 +104,9 @@ class PackRows(RoundRows):
 
     @cute.kernel
     def pack(self, packing: Packing):
+        """Packs one row given: stores it to each of its packed rows, up to `MAX_TOP_K`. So a token is read, and quantised, once for
+        all of its pairs."""
+
         @cute.struct
         class Storage:
             largest: cute.struct.MemRange[Uint32, WARPS]

@@ -81,6 +81,7 @@ class _Launch(NamedTuple):
 
 @functools.cache
 def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int, changes: tuple[tuple[str, Any], ...] = ()) -> _Launch:
+    """Returns the memoised part of a launch with this number of pairs. ``changes``: see `moe_apply_few`."""
     k = max(plan.hidden_size, plan.intermediate_size)
     config = config_of(DTYPES[dtype], k, pairs / plan.num_experts, plan.activation_dtype == "fp8")
     config = dataclasses.replace(config, **dict(changes))
@@ -131,6 +132,8 @@ def _launch(
     out: Tensor,
     changes: tuple[tuple[str, Any], ...],
 ) -> None:
+    """Launches the kernel for at most `MAX_PAIRS` pairs on the current stream. ``out`` receives the output. The workspace belongs
+    to the stream, so launches on other streams do not use it."""
     device, pairs = x.get_device(), topk_ids.numel()
     launch, ctas, turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device, changes)
     workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, counters)

@@ -111,7 +111,7 @@ class Consumers(ExactDotProducts):
             call.pipe.wait(at)
             item = call.items[at.stage]
             kind = kind_of(item)
-            if kind == COMBINE or is_ahead(item):
+            if kind == COMBINE or is_ahead(item):  # a message, whose stage has no data
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 if kind == COMBINE:
@@ -182,6 +182,8 @@ class Consumers(ExactDotProducts):
         narrow = Boolean(False)
         if const_expr(self.config.narrow):
             narrow = entry_of(call.entries[index_of(item)]).count <= self.config.pairs // 2
+        # This warpgroup has slabs start + group, start + group + GROUPS, and so on. Its last stage may be empty, because the
+        # producer pads an item to the same number of stages for each warpgroup.
         step = Int32(0)
         head = Uint32(0)
         while (start + step) * self.slab < cutlass.max(blocks, 1):
@@ -232,13 +234,14 @@ class Consumers(ExactDotProducts):
         lane: Int32,
         sums: cute.Tensor,
     ):
-        """Accumulates a slab in this lane's sums.
+        """Accumulates a slab in this lane's sums. The MMAs of a slab with fewer blocks, the last of a panel, are issued block by
+        block.
 
         Args:
             block_at: the shared-memory address of this strip's rows of the slab's first block.
             first: the first block, counted over all of k.
             count: the number of blocks; negative if the panel ends before this slab.
-            group: the number of blocks whose MMAs are issued together, if the slab is full.
+            group: the number of blocks of a full slab whose MMAs are issued together.
             parts: 1 for MMAs with all columns, 2 for narrow MMAs with the first half of the columns.
         """
         if count == self.slab:
@@ -293,7 +296,6 @@ class Consumers(ExactDotProducts):
         """Issues the wgmmas of consecutive half blocks as one group, waits for them, and returns the accumulators of each half
         block: 64 rows of a warpgroup by ``tiles`` times eight columns. Each lane has four values for every 8 columns.
 
-
         Args:
             rows_at: the shared-memory address of the first half block of the B operand.
             operands: the A fragment of each half block, four registers.
@@ -304,6 +306,7 @@ class Consumers(ExactDotProducts):
         # Matrix descriptor: the address, and the strides in bytes to the next 16 elements of k and to the next eight columns, all
         # divided by 16.
         low = (pitch // 16) << 16
+        # The predicate `none` is false, so each wgmma overwrites its accumulators.
         lines = [
             "{ .reg .pred none; .reg .b64 rows; .reg .b32 at;",
             "setp.ne.b32 none, 0, 0;",
