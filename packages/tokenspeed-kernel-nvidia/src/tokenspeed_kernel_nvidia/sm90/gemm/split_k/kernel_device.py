@@ -154,7 +154,7 @@ class MmSplitK(SplitK):
 
     def buffer_at(self, storage: Any, wg: Int32) -> Int32:
         """Returns the shared address of a warpgroup's buffer of partial sums: float32 ``[CTA of the cluster][half][row of four]
-        [token]``, where tokens stand in the order of accumulators, see `place_of`."""
+        [token]``, where tokens are in the order of accumulators, see `place_of`."""
         return storage.buffers.data_ptr().toint() + wg * (self.config.buffer_floats * 4)
 
     def place_of(self, token: Int32) -> Int32:

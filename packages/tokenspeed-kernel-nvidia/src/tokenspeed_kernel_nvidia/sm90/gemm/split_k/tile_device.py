@@ -1,9 +1,10 @@
 """The base of all kernels whose k a cluster splits: shared memory, the warps' roles, and the ring of weights.
 
 The GEMM is swap-AB. A *tile* is 64 rows of weights, the wgmma's m; tokens are the wgmma's n. A *block* is 64 elements of k. The
-CTAs of a cluster compute the same tiles, each CTA with its own blocks. Clusters have different tiles. So a CTA reads only an eighth
-of the tokens' elements, which stay in shared memory. All CTAs together then read few bytes of tokens. If each CTA read all of 16
-tokens of 4096 elements, 132 CTAs would read 132 times 128 KB, which is 73% of the bytes of 2880 rows of weights.
+CTAs of a cluster compute the same tiles, each CTA with its own blocks. Clusters have different tiles in `mm`, and different tokens
+in `moe.route`. So a CTA reads only an eighth of the tokens' elements, which stay in shared memory. All CTAs together then read few
+bytes of tokens. If each CTA read all of 16 tokens of 4096 elements, 132 CTAs would read 132 times 128 KB, which is 73% of the bytes
+of 2880 rows of weights.
 
 The CTAs send their partial sums to each other by st.async, through distributed shared memory. Each CTA adds the cluster's partial
 sums of some of the results, in a fixed order, so results are bitwise deterministic.

@@ -212,7 +212,7 @@ def moe_apply_many(
             None if ``inputs`` has only one kind.
     """
     tokens, hidden = x.shape
-    pairs, experts, between = tokens * plan.top_k, plan.num_experts, plan.intermediate_size
+    pairs, experts, intermediate = tokens * plan.top_k, plan.num_experts, plan.intermediate_size
     written = to_write(out, x, x.shape)
     if not pairs:
         return deliver(written, out)
@@ -228,14 +228,14 @@ def moe_apply_many(
     programs = _programs_of(x.dtype, columns, inputs, wide, x.get_device())
     tiles = most_tiles(pairs, experts, columns)
     # Bytes of the buffers for converted rows, one buffer for each kind of inputs. Both GEMMs use the same buffers.
-    most = max(tokens * hidden, pairs * between)
+    most = max(tokens * hidden, pairs * intermediate)
     activated_as = torch.float32 if wide else x.dtype
     results_as = torch.float32 if x.dtype == torch.float16 else x.dtype
-    lengths = [pairs * between * activated_as.itemsize, pairs * hidden * results_as.itemsize]
+    lengths = [pairs * intermediate * activated_as.itemsize, pairs * hidden * results_as.itemsize]
     lengths += [pairs * 4, pairs * 4, tiles * RECORD * 4, 4, pairs * 4]
     needed = [most * _ROUNDED_BYTES[kind] if kind != PLAIN or wide else 0 for kind in inputs]
     memory = Memory(x.device, lengths + needed)
-    activated, results = memory.rows(0, activated_as, pairs, between), memory.rows(1, results_as, pairs, hidden)
+    activated, results = memory.rows(0, activated_as, pairs, intermediate), memory.rows(1, results_as, pairs, hidden)
     sources, positions, tiles_at, tile_count, scales = (memory.at(part) for part in range(2, 7))
     limit = math.inf if plan.limit is None else plan.limit
     swiglu = plan.alpha, limit, plan.beta
@@ -247,7 +247,7 @@ def moe_apply_many(
     exact_at = 0 if exact is None else exact.data_ptr()
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
     for second, (rows, result, weight, features) in enumerate(
-        ((given, activated, w13, 2 * between), (activated, results, w2, hidden))
+        ((given, activated, w13, 2 * intermediate), (activated, results, w2, hidden))
     ):
         for part, (kind, rounding, gemms) in enumerate(zip(inputs, programs.rounding, programs.gemms, strict=True)):
             gemm_input = rows

@@ -94,7 +94,7 @@ def moe_apply_paired(
 ) -> Tensor:
     """Computes `moe_apply` like `launch.moe_apply_many`, for sizes and dtypes that `config.can_pair` accepts. With fp8 activations,
     float8_e5m2 must represent the weights of all experts exactly. For the arguments see `launch.moe_apply_many`."""
-    (tokens, hidden), between = x.shape, plan.intermediate_size
+    (tokens, hidden), intermediate = x.shape, plan.intermediate_size
     pairs, experts = tokens * plan.top_k, plan.num_experts
     written = to_write(out, x, x.shape)
     if not pairs:
@@ -104,9 +104,9 @@ def moe_apply_paired(
     rows, columns = rows_of(pairs, experts), PAIRED[kind]
     tiles = most_tiles(pairs, experts, columns)
     # Quantised columns of both GEMMs use the same memory. The first GEMM's results that are not quantised are packed columns, too.
-    packed = max(packed_bytes(rows, k, kind) for k in (hidden, between))
-    activated = packed_bytes(rows, between, kind) if kind == PLAIN else rows * between * x.itemsize
-    lengths = [packed, activated, rows * hidden * x.itemsize]
+    columns_bytes = max(packed_bytes(rows, k, kind) for k in (hidden, intermediate))
+    activated_bytes = packed_bytes(rows, intermediate, kind) if kind == PLAIN else rows * intermediate * x.itemsize
+    lengths = [columns_bytes, activated_bytes, rows * hidden * x.itemsize]
     memory = Memory(x.device, [*lengths, rows * 4, pairs * 4, tiles * RECORD * 4, 4, rows * 4])
     packed_at, _, _, sources, positions, tiles_at, tile_count, scales = map(memory.at, range(8))
     results = memory.rows(2, x.dtype, rows, hidden)
@@ -115,15 +115,16 @@ def moe_apply_paired(
     programs.schedule(topk_ids, sources, positions, tiles_at, tile_count, experts, columns, GROUP)
     common = scales, 0, sources, tiles_at, tile_count
     swiglu = plan.alpha, limit, plan.beta
-    item = torch.uint8 if kind == CODES else x.dtype
+    packed_dtype = torch.uint8 if kind == CODES else x.dtype
     programs.pack(given, packed_at, rows, scales, positions, plan.top_k)
-    between_rows = memory.rows(1, x.dtype, rows, between)
+    activated = memory.rows(1, x.dtype, rows, intermediate)
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
-    programs.w13(memory.rows(0, item, rows, hidden), between_rows, w13, *common, 2 * between // STRIP, programs.ctas, *swiglu)
-    columns_of_w2 = between_rows
+    columns_of_w13 = memory.rows(0, packed_dtype, rows, hidden)
+    programs.w13(columns_of_w13, activated, w13, *common, 2 * intermediate // STRIP, programs.ctas, *swiglu)
+    columns_of_w2 = activated
     if kind == CODES:
-        programs.pack(between_rows, packed_at, rows, scales, 0, plan.top_k)
-        columns_of_w2 = memory.rows(0, item, rows, between)
+        programs.pack(activated, packed_at, rows, scales, 0, plan.top_k)
+        columns_of_w2 = memory.rows(0, packed_dtype, rows, intermediate)
     programs.w2(columns_of_w2, results, w2, *common, hidden // STRIP, programs.ctas, *swiglu)
     programs.combine(results, written, positions, topk_weights.contiguous().data_ptr(), plan.top_k)
     return deliver(written, out)

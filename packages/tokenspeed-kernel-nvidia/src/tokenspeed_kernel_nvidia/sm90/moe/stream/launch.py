@@ -132,8 +132,8 @@ def _launch(
     out: Tensor,
     changes: tuple[tuple[str, Any], ...],
 ) -> None:
-    """Launches the kernel for at most `MAX_PAIRS` pairs on the current stream. ``out`` receives the output. The workspace belongs
-    to the stream, so launches on other streams do not use it."""
+    """Launches the kernel for at most `MAX_PAIRS` pairs on the current stream. ``out`` receives the output. Launches that
+    may run at the same time have different workspaces, see `keeper`."""
     device, pairs = x.get_device(), topk_ids.numel()
     launch, ctas, turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device, changes)
     workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, counters)
