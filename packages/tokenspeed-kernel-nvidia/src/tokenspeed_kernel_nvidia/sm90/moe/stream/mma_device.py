@@ -68,7 +68,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
     split_of,
 )
 
-CONSUMING = 1  # the named barrier of the MMA warps
+CONSUMING = 1  # a named barrier of the MMA warps, for `meet`
 # The fp8 weights are 2^-14 times the e2m1 values, and a row's largest scale is 2^62. This factor undoes both scalings.
 SUM_FACTOR = 2.0 ** (14 - 62)
 # Converts four scales to float32: of rows g and g + 8 in the first half of a block, then in the second. The constant subtracts 64

@@ -4,8 +4,8 @@ e2m1 weights convert to float8_e5m2 in fewer instructions than to any 16-bit typ
 fp8. So a bfloat16 row becomes two columns: its elements rounded to four significant bits, and the remainders, multiplied by 32.
 float16 has more bits, so a third column holds the remainders of the remainders. A row is first scaled by a power of 2, so that its
 amax is at least 128 and below 256. An element's error with two columns is at most 2^-22 of the row's amax. With three columns it is
-at most 2^-27 of amax, or 2^-12 of the element. With float16 tokens the first GEMM's results are float32, because they may exceed
-float16's range.
+at most the larger of 2^-27 of amax and 2^-12 of the element. With float16 tokens the first GEMM's results are float32, because they
+may exceed float16's range.
 
 A row of fp8 activations becomes one column: the values of `quantize_fp8`. The partial sums of this column are multiplied by the
 row's scale.
@@ -47,7 +47,7 @@ CORE_BYTES = 128  # a core matrix: 16 elements of k by eight columns
 SMALL_DIVISOR = 4  # at most 1 / SMALL_DIVISOR of a row's elements may be inexact
 REST = 32.0  # factor of the remainders
 LARGEST = 448.0  # float8_e4m3fn's largest value
-PREPARING = 2  # the named barrier of the MMA warps
+PREPARING = 2  # a named barrier of the MMA warps, for the preparation of rows
 PREPARING_THREADS = 32 * MMA_WARPS
 ROW_WARPS = MMA_WARPS // ROWS_AT_ONCE  # warps that prepare a row together
 ROW_THREADS = 32 * ROW_WARPS  # threads that prepare a row together
