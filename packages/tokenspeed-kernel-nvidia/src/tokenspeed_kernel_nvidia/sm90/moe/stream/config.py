@@ -50,7 +50,8 @@ class Config:
         slab: the number of k blocks in a stage of the ring buffer.
         rounded: whether activations are fp8, with a scale per row.
         narrow: whether an entry of at most ``pairs / 2`` pairs uses *narrow* MMAs, which have only the first ``columns / 2``
-            columns. They compute nothing for absent pairs, and need half of the accumulator registers, see `narrow_group`.
+            columns. The other columns have no pairs. Narrow MMAs need half of the accumulator registers, so the MMAs of more k
+            blocks can be issued together, see `narrow_group`.
     """
 
     dtype: str
