@@ -109,7 +109,7 @@ def test_ids_below_zero_and_any_number_of_tokens(tokens: int) -> None:
         explained = tokenspeed_kernel.moe_apply.explain(x, weights, topk_weights, ids, plan)
     assert explained.chosen is not None
     assert explained.chosen.name == OURS
-    assert "at most 2^-21 of its largest" in str(explained)
+    assert "at most 2^-21 of the row's amax" in str(explained)
 
 
 @pytest.mark.usefixtures("registered")

@@ -34,7 +34,8 @@ def scales_of_scores(head_dim: int, softmax_scale: float | None, logit_cap: floa
 
 
 def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Returns the tensor of sinks (keep it alive until the launch), its address, and its dtype's tag in `KINDS`.
+    """Returns the tensor of sinks (keep it alive until the launch), its address, and its dtype's tag in `KINDS`. Without sinks, the
+    three results are None, 0 and 0.
 
     float64 and non-contiguous sinks are copied to float32.
     """
@@ -47,8 +48,10 @@ def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 
 def vector_at(x: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Returns a contiguous, 16-byte aligned copy of a vector, or the vector itself; its address; and its dtype's tag in KINDS. The
-    tensor must live until the launch.
+    """Returns a vector, its address, and its dtype's tag in `KINDS`. Without a vector, the three results are None, 0 and 0.
+
+    A vector that is not contiguous or not 16-byte aligned is copied. A vector of another dtype is copied to float32. Keep the
+    returned tensor alive until the launch.
     """
     if x is None:
         return None, 0, 0

@@ -32,8 +32,8 @@ def hide_before(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) 
 
 @cute.jit
 def hide_below(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]) -> None:
-    """Masks the columns below ``limits[r]`` in the thread's rows r = 0 and 1. A group is 8 columns of the tile. Only
-    groups ``begin`` to ``end - 1`` are masked."""
+    """Masks the columns below ``limits[r]`` in the thread's rows r = 0 and 1, but only in the groups of 8 columns from ``begin`` to
+    ``end - 1``: the other groups need no mask."""
     for j in cutlass.range_constexpr(begin, end):
         for e in cutlass.range_constexpr(4):
             if 8 * j + e % 2 < limits[e // 2]:
@@ -42,8 +42,8 @@ def hide_below(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int],
 
 @cute.jit
 def hide_above(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]) -> None:
-    """Masks the columns above ``limits[r]`` in the thread's rows r = 0 and 1. A group is 8 columns of the tile. Only
-    groups ``begin`` to ``end - 1`` are masked."""
+    """Masks the columns above ``limits[r]`` in the thread's rows r = 0 and 1, but only in the groups of 8 columns from ``begin`` to
+    ``end - 1``: the other groups need no mask."""
     for j in cutlass.range_constexpr(begin, end):
         for e in cutlass.range_constexpr(4):
             if 8 * j + e % 2 > limits[e // 2]:

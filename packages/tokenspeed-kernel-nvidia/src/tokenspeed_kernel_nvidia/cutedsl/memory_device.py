@@ -1,8 +1,8 @@
 """Flags in global memory that synchronise running CTAs, and other PTX loads, stores and copies.
 
 A flag is an int32 in global memory. A CTA writes its data, then adds to the flag (`release_add`). Another CTA waits until the flag
-has the expected value (`wait_for`), then reads the data. The add and the wait order only the calling lane's accesses.
-`cute.arch.sync_warp` extends the order to the warp, and a barrier to the CTA.
+has the expected value (`wait_for`), then reads the data. The add and the wait order only the calling lane's accesses. Together with
+them, `cute.arch.sync_warp` orders the accesses of the warp, and a CTA barrier those of the CTA.
 
 A tagged number is a 64-bit word in global memory: a float32, and an int32 tag. One instruction stores it, so a reader that sees the
 tag also sees the value, without a flag.
@@ -28,7 +28,7 @@ def release_add(address: Any, value: Any) -> None:
 
 
 def relaxed_add(address: Any, value: Any) -> None:
-    """Adds to a counter, without ordering other accesses. This takes no fence, whose time grows with the loads in flight."""
+    """Adds to a counter, without ordering other accesses. So it needs no fence, whose time would grow with the loads in flight."""
     cute.arch.inline_ptx("red.relaxed.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
@@ -54,16 +54,22 @@ def wait_for(address: Any, value: Int32) -> None:
 
 
 def copy_piece(to: Any, behind: int, source: Any, count: Any) -> None:
-    """Starts an asynchronous copy (cp.async) of 16 bytes from global memory to shared address ``to + behind``.
+    """Starts an asynchronous copy (cp.async) of 16 bytes from global memory to the shared address ``to + behind``. Both addresses
+    are multiples of 16.
 
-    Only the first ``count`` bytes are read; the remaining bytes are zero-filled.
+    Args:
+        to, behind: the shared address, in a register, and an offset in bytes that is known when the kernel is compiled. The offset
+            is part of the instruction.
+        source: the global address.
+        count: how many bytes are read, 0 to 16. The remaining bytes are zero-filled.
     """
     code = f"cp.async.cg.shared.global.L2::128B [{{$r0}} + {behind}], [{{$r1}}], 16, {{$r2}};"
     cute.arch.inline_ptx(code, read_only_args=[to, source, count])
 
 
 def load_words(space: str, address: Any, count: int) -> Any:
-    """Loads 1, 2 or 4 consecutive 32-bit words. ``space`` is PTX's state space, with qualifiers, such as ``"shared"``."""
+    """Loads 1, 2 or 4 consecutive 32-bit words. Returns one word bare, and several in a sequence. ``space``: PTX's state space,
+    with qualifiers, such as ``"shared"`` or ``"global.cg"``."""
     if count == 1:
         return cute.arch.inline_ptx(f"ld.{space}.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Uint32], read_only_args=[address])
     to = ", ".join(f"{{$w{at}}}" for at in range(count))
@@ -79,7 +85,7 @@ def store_words_shared(address: Any, words: Any) -> None:
 
 
 def store_half(address: Any, value: Any) -> None:
-    """Stores the lower 16 bits of a word to global memory."""
+    """Stores the lower 16 bits of a 32-bit word to global memory."""
     cute.arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r1}; st.global.b16 [{$r0}], low; }", read_only_args=[address, value]
     )

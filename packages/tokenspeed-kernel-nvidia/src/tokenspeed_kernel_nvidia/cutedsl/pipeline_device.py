@@ -1,9 +1,9 @@
 """mbarrier pipelines between the producer warp that loads tiles and the consumer warps that compute on them.
 
-A ring buffer has a fixed number of stages. The producer waits until a stage is empty, sets the expected bytes on the stage's full
-barrier, and issues the bulk copies. The completed copies complete the full barrier. A consumer waits until the stage is full. When
-the consumer has read the stage, it arrives on the stage's empty barrier. An mbarrier has a phase bit that flips at each completion.
-So a wait names the phase that must have ended. `Cursor` holds the stage and that phase.
+A ring buffer has a fixed number of stages. The producer waits until a stage is empty, arrives on the stage's full barrier with the
+number of expected bytes, and issues the bulk copies. The full barrier completes when all of these bytes have arrived. A consumer
+waits until the stage is full. When the consumer has read the stage, it arrives on the stage's empty barrier. An mbarrier has a
+phase bit that flips at each completion. So a wait names the phase that must have ended. `Cursor` holds the stage and that phase.
 
 All containers are frozen dataclasses. CuteDSL makes a frozen dataclass a loop-carried value only if the loop assigns it.
 """
@@ -133,7 +133,7 @@ class Pipeline:
     """A ring buffer with one producer warp.
 
     Attributes:
-        full: the barriers that the producer's copies complete.
+        full: the barriers that the producer and its copies complete.
         empty: the barriers that the consumer warps complete; each warp arrives once per filled stage.
     """
 

@@ -16,7 +16,9 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Numeric, Uint32, cute
 
 LANES = 32
-EXPONENT = 127 + 14  # float32 exponent field to which an amax is scaled for float16: 2^14, one below float16's largest exponent
+# The float32 exponent field to which an amax is scaled for float16. The scaled amax is at least 2^14 and below 2^15; float16's
+# largest exponent is 15.
+EXPONENT = 127 + 14
 LEAST_EXPONENT = 27  # an amax with a smaller exponent field would need a factor that float32 cannot represent
 
 
@@ -30,8 +32,8 @@ def _ptx_type(dtype: type[Numeric]) -> str:
 
 
 def opt_barrier(x: Int32) -> Int32:
-    """Returns x, opaque to the compiler. Values computed from the result are not hoisted out of the preceding loop, where they
-    would occupy registers.
+    """Returns x, opaque to the compiler. So the compiler cannot compute values from the result earlier, before or outside of a
+    loop, where they would occupy registers for longer.
     """
     return Int32(cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]))
 
@@ -81,6 +83,7 @@ def transpose_matrix(word: Uint32, lane: Int32) -> Uint32:
 
 @cute.jit
 def any_lane(condition: Boolean) -> Boolean:
+    """Returns whether the condition holds in any lane of the warp."""
     return cute.arch.vote_any_sync(condition)
 
 
@@ -314,7 +317,7 @@ def store_words(address: Any, words: Sequence[Any]) -> None:
 
 def load_int(address: Any, early: bool) -> Any:
     """Loads an int32 from global memory. ``early``: whether other threads may still write the value. If so, the load is relaxed at
-    GPU scope, and leaves no stale line in L1.
+    GPU scope, so that it does not read a stale line of L1.
     """
     order = ".relaxed.gpu" if early else ""
     return cute.arch.inline_ptx(f"ld{order}.global.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[address])

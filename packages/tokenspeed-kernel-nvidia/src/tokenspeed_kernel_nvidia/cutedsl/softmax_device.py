@@ -24,6 +24,7 @@ LOWEST = -1.0e30
 
 @cute.jit
 def exp2(x: Float32) -> Float32:
+    """Computes exp2 with CuteDSL's fast approximation."""
     return cute.math.exp2(x, fastmath=True)
 
 
@@ -144,7 +145,8 @@ def softmax_step(
 
     Args:
         scale: factor of the scores; a pair if this thread's two rows have different scales.
-        lazy: log2 of the factor by which exponentials may exceed ``2**lift`` before the row max is raised (lazy rescaling).
+        lazy: log2 of the factor by which exponentials may exceed ``2**lift`` before the row max is raised (lazy rescaling). So most
+            blocks of keys need no rescaling of the output accumulator.
         lift: as for `softmax_first`.
 
     Returns:

@@ -290,6 +290,7 @@ class LongestFirst:
     lengths: Callable[[Any, Int32], tuple]
 
     def begin(self) -> Search:
+        """Returns the state before the first search."""
         none, one = Int32(0), Int32(1)
         return Search(none, none, none, none, none, none, one, none, Int32(-1), none, one, none, Boolean(True))
 

@@ -1,6 +1,12 @@
 """Dequantisation of mxfp4 weights in the layout of `layout` to A fragments of mma.sync or wgmma in registers.
 
-A *word* is 32 bits with eight e2m1 values of two rows. A *block* is a strip's 64 elements of k, with two scales per row.
+A *word* is 32 bits with eight e2m1 values of two rows. A *block* is a strip's 64 elements of k, with two scales per row. There are
+three ways:
+
+* `decode` makes 16-bit operands, values times scales;
+* `decode_e5m2` makes float8_e5m2 operands of the values alone, in a third of the instructions. The kernel then scales the partial
+  sums of each half block (`scales_of`);
+* `decode_scaled_e5m2` makes float8_e5m2 operands, values times scales, for weights that float8_e5m2 represents exactly.
 """
 
 # mypy: ignore-errors
@@ -10,10 +16,10 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Numeric, Uint32, cute
 
-# Dequantises a word to four registers of bfloat16x2. An e2m1 value has two parts: the sign, and the exponent with the mantissa. A
-# multiplication (for two registers) or shifts (for the other two) move both parts to bits 15 and 8...6 of a bfloat16. A mask clears
-# all other bits. The bfloat16 is 2^-126 times the e2m1 value. fma with -0 multiplies bfloat16x2 in one instruction and keeps the
-# sign of a zero.
+# Dequantises a word to four registers of bfloat16x2. An e2m1 value has two bit fields: the sign, and the exponent with the
+# mantissa. A multiplication (for two registers) or shifts (for the other two) move the fields to bits 15 and 8...6 of a bfloat16. A
+# mask clears all other bits. The bfloat16 is 2^-126 times the e2m1 value. fma with -0 multiplies bfloat16x2 in one instruction and
+# keeps the sign of a zero.
 BFLOAT16 = """{
 .reg .b32 a, s, z;
 mov.b32 z, 0x80008000;
@@ -35,7 +41,7 @@ and.b32 s, s, 0x80008000;
 lop3.b32 a, a, 0x01C001C0, s, 0xEA;
 fma.rn.bf16x2 {$w3}, a, {$r2}, z;
 }"""
-# Like BFLOAT16, for float16x2: the positions of the two parts are bits 15 and 11...9. The float16 is 2^-14 times the e2m1 value.
+# Like BFLOAT16, for float16x2: the fields move to bits 15 and 11...9. The float16 is 2^-14 times the e2m1 value.
 FLOAT16 = """{
 .reg .b32 a, s;
 shl.b32 a, {$r0}, 8;
@@ -110,8 +116,8 @@ and.b32 {$w0}, b, 0x7C007C00;
 shl.b32 b, {$r0}, 2;
 and.b32 {$w1}, b, 0x7C007C00;
 }"""
-# Converts a block's four scale bytes of a lane's two rows to float32. A row's largest scale becomes 2^62. Its byte, 253, taken as
-# the exponent field would make accumulators overflow.
+# Converts a block's four scale bytes of a lane's two rows to float32. The exponent field is the byte minus 64, so a row's largest
+# scale, whose byte is 253, becomes 2^62. With 253 itself as the exponent field, accumulators would overflow.
 FLOATS = (
     "{ .reg .b32 a;"
     + "".join(
@@ -152,6 +158,7 @@ def near_multipliers(scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint3
 
 
 def _multipliers(code: str, scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
+    """Returns the results of `multipliers`. ``code``: instructions that convert the scale bytes."""
     first, second = cute.arch.inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[scales])
     first_of, second_of = (cute.arch.inline_ptx(BOTH, write_only_types=[Uint32] * 2, read_only_args=[x]) for x in (first, second))
     return tuple(zip(first_of, second_of, strict=True))

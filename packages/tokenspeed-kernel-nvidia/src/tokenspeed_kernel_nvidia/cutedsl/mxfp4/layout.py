@@ -1,5 +1,6 @@
 """The layout ``"sm90_mxfp4"`` of mxfp4 expert weights, which the MoE kernels for Hopper read. Weights are put into this layout
-once, when a model is loaded.
+once, when a model is loaded. The layout serves three aims: one bulk copy moves several blocks, a lane loads its A fragments of a
+block by one 16-byte load without bank conflicts, and dequantisation takes few instructions.
 
 A projection's weight ``[rows, k]`` is divided into *panels* of 64 rows. A panel has four *strips* of 16 rows, and *blocks* of 64
 elements of k. In w13, a strip's rows are the gate rows of eight features, then the up rows of the same features. So one thread has
@@ -28,7 +29,7 @@ the digit names the register:
     value 2s   3 e e m    2 e e m   3s    0s   1 e e m 0 e e m 1s
 
 A scale is stored as an exponent relative to its row's largest scale. The largest scale is stored as 253, and its actual value is
-the row factor. Rows and k are zero-padded.
+the row factor, which the epilogue applies. So kernels need not handle e8m0's full range. Rows and k are zero-padded.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ PANEL_HEAD_BYTES = PANEL_STRIPS * HEAD_BYTES
 CODE_BYTES = STRIP * BLOCK // 2
 BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX  # bytes of one block of one strip
 PANEL_BLOCK_BYTES = PANEL_STRIPS * BLOCK_BYTES
-_LARGEST = 253
+_LARGEST = 253  # the stored scale of a row's largest scale
 _NAN = 255  # the e8m0 encoding of NaN
-_LEAST = 64  # the smallest stored scale: kernels subtract 64 from the exponent; terms this small do not change a sum
+_LEAST = 64  # the smallest stored scale, because kernels subtract 64 from it; terms this small do not change a sum
 # For each of the registers a0 to a3: the positions, within 16 bits, of an e2m1 value's four bits, from the lowest bit to the sign.
 PLACES = ((1, 2, 3, 7), (4, 5, 6, 0), (9, 10, 11, 15), (12, 13, 14, 8))
 # Number of experts whose weights are rearranged at once. Intermediate tensors take four times the memory of these experts' weights.
@@ -78,9 +79,8 @@ def panel_bytes(k: int) -> int:
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Copies canonical mxfp4 weights to the layout above.
-
-    The weights are new tensors ``uint8 [experts, panels, bytes of a panel]``, which include scales and biases.
+    """Copies canonical mxfp4 weights to the layout above. Returns new tensors uint8 ``[experts, panels, bytes of a panel]`` for w13
+    and w2, which include scales and biases. ``weights`` does not change.
     """
     device = weights.w13_weight.device
     features = torch.arange(2 * plan.intermediate_size, device=device)

@@ -1,4 +1,4 @@
-"""Bulk copies, and stores to other CTAs of a cluster."""
+"""Bulk copies, L2 prefetches, and stores to the shared memory of other CTAs of a cluster (distributed shared memory)."""
 
 # mypy: ignore-errors
 
@@ -47,15 +47,15 @@ def bulk_load_to_pair(to: Any, source: Any, count: Any, barrier: Any) -> None:
 
 
 def of_rank(address: Any, rank: Any) -> Any:
-    """Maps a shared-memory address to the same offset in another CTA of the cluster (mapa)."""
+    """Maps a shared-memory address of this CTA to the same offset in the CTA of this rank in the cluster (mapa)."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
     )
 
 
 def send_word(address: Any, value: Any, barrier: Any) -> None:
-    """Stores a word to another CTA's shared memory; that CTA's ``barrier`` counts the four bytes. ``address`` and ``barrier`` are
-    results of `of_rank`."""
+    """Stores a 32-bit word to another CTA's shared memory (st.async); that CTA's ``barrier`` counts the four bytes. ``address`` and
+    ``barrier`` are results of `of_rank`."""
     cute.arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
         read_only_args=[address, value, barrier],

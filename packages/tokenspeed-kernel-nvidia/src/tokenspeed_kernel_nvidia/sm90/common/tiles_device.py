@@ -1,8 +1,9 @@
 """Layouts of tiles in shared memory, and TMA loads and stores of tiles.
 
-A tile of Q, K, V or output has rows of head_dim elements. In shared memory, a tile is a sequence of panels. A panel has 64 columns
-of 16 bits, or 128 or 64 columns of 8 bits. A panel's rows have 128 (or 64) bytes in the 128-byte (64-byte) swizzle, whose pattern
-repeats every 8 rows. The tiles of a ring buffer are adjacent, one per stage.
+A tile of Q, K, V or output has rows of head_dim elements. For GEMMs, a tile's rows are those of an operand, and head_dim stands for
+the elements of k of a stage. In shared memory, a tile is a sequence of panels. A panel has 64 columns of 16 bits, or 128 or 64
+columns of 8 bits. A panel's rows have 128 (or 64) bytes in the 128-byte (64-byte) swizzle, whose pattern repeats every 8 rows. The
+tiles of a ring buffer are adjacent, one per stage.
 """
 
 # mypy: ignore-errors
@@ -71,6 +72,7 @@ def tokens_first(x: cute.Tensor, paged: bool) -> cute.Tensor:
 
 
 def _partition(atom: cute.CopyAtom, shared: cute.Tensor, tensor: cute.Tensor, box: tuple):
+    """Returns the operands of a TMA copy: the shared memory, and the first box of the tensor."""
     corner = cute.local_tile(tensor, box, ((0,) * len(box[0]) if isinstance(box[0], tuple) else 0, 0))
     return cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(corner, 0, 2)
@@ -130,6 +132,7 @@ class Ring:
 
     @property
     def panels(self) -> int:
+        """The number of panels of a tile."""
         return self.head_dim // self.columns
 
     @property

@@ -1,4 +1,4 @@
-"""Warpgroup MMAs (wgmma) with the operand layouts of attention."""
+"""Warpgroup MMAs (wgmma) with the operand layouts of attention. GEMMs of 16-bit or fp8 operands use those of ``q @ k.T``."""
 
 # mypy: ignore-errors
 

@@ -1,11 +1,12 @@
 """`moe_apply` with mxfp4 weights on Hopper.
 
 Two implementations read weights in the layout of `mxfp4.layout`. `stream` is for few (token, slot) pairs per expert, where reading
-weights is the bottleneck, and `grouped` is for many. For very many pairs, two CTAs share columns (`grouped.paired`).
+weights is the bottleneck: one kernel for the whole layer. `grouped` is for many pairs: two grouped GEMMs, and kernels that sort the
+pairs and sum over slots. For very many pairs, clusters of two CTAs share activations (`grouped.paired`).
 
-A plan is valid for any number of tokens. This kernel is preferred to the portable kernel. On an H200 it was faster at all measured
-numbers of tokens of GPT-OSS-120B, from 1 to 8192, with 16-bit activations (`benchmarks/h200_moe.json`) and with fp8 activations
-(`benchmarks/h200_moe_fp8.json`).
+A plan is valid for any number of tokens. So each call chooses the implementation by its number of pairs. This kernel is preferred
+to the portable kernel. On an H200 it was faster at all measured numbers of tokens of GPT-OSS-120B, from 1 to 8192, with 16-bit
+activations (`benchmarks/h200_moe.json`) and with fp8 activations (`benchmarks/h200_moe_fp8.json`).
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, MAX_PAI
 from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import moe_apply_few
 
 _NAME = "cutedsl_moe_apply_mxfp4"
-ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"
-_ROUNDED_ACCURACY = "float8 MMAs keep about 14 bits of a sum, of up to 256 terms"
-_FEW = 16  # the largest mean number of pairs per expert for `stream`; so many pairs can share one read of an expert's weights
+ACCURACY = "up to a quarter of a row's elements err by at most 2^-21 of the row's amax, unless the plan needs exact activations"
+_ROUNDED_ACCURACY = "fp8 MMAs keep about 14 bits of an accumulator, over at most 256 elements of k"
+# The largest mean number of pairs per expert for `stream`. An entry of `stream` has at most 16 pairs, which share one read of an
+# expert's weights.
+_FEW = 16
 # If `grouped` would use `PARTS` (split elements), `stream` is used only up to these smaller numbers of pairs: per expert, or in
 # total. Microseconds of GPT-OSS-120B's layer on an H200, `stream` then `grouped`: 359 and 396 for 64 tokens (256 pairs, 2 per
 # expert), 508 and 447 for 128, 501 and 453 for 256.
@@ -76,11 +79,12 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
     if config["grouped"]:
         return None
     if request.traits["exact_activations"]:
-        return "rows that are streamed past are split into float8 terms"
-    return f"{pairs} pairs are more than a launch takes" if pairs > MAX_PAIRS else None
+        return "`stream` splits activations into fp8 values, which may be inexact"
+    return f"{pairs} pairs exceed the {MAX_PAIRS} of one launch" if pairs > MAX_PAIRS else None
 
 
 def _registered(name: str, accuracy: str, **traits: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator that registers `moe_apply` with a name, a note on accuracy, and further traits."""
     return register_kernel(
         "moe",
         "moe_apply",
@@ -125,9 +129,13 @@ def moe_apply(
     *,
     grouped: bool | None = None,
 ) -> Tensor:
-    """Implements the operator `moe_apply`. Weights must be in the layout that `prepare_weights` makes.
+    """Implements the operator `moe_apply`; for the arguments see there. Weights must be in the layout that `prepare_weights` makes.
 
     ``grouped``: True uses `grouped`, False `stream`; None chooses by the number of pairs. Exact activations always use `grouped`.
+
+    Raises:
+        ValueError: the kernel does not support a size or the activation dtype of the plan.
+        TypeError: activations are fp8, and the weights are not `RoundedWeights`.
     """
     _require_supported(plan)
     rounded = plan.activation_dtype == "fp8"

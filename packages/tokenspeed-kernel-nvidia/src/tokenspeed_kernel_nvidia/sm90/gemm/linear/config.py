@@ -1,4 +1,8 @@
-"""The configurations for which the kernels of `linear` are compiled, and the function that chooses one for a call."""
+"""The configurations for which the kernels of `linear` are compiled, and the function that chooses one for a call.
+
+A *panel* is 64 rows of weights, a *strip* 16 of these rows, and a *k block* 64 elements of k. A *group* is four MMA warps, which
+compute a panel, one strip each. A *slab* is some k blocks of a panel: the contents of one ring stage.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ ROWS = 8  # number of a panel's rows whose results one CTA writes
 SLAB = 2  # k blocks of a panel per ring stage
 HEAD_BYTES = 1024  # bytes of the mbarriers at the start of shared memory
 SHARED_BYTES = 227 * 1024  # maximum shared memory per CTA
-STAGES = 8  # maximum number of ring stages of a group: four groups have 32 stages, and each lane of a warp initialises one
+STAGES = 8  # maximum number of ring stages of a group; four groups then have 32, whose barriers one warp initialises, one per lane
 # Token counts for which kernels are compiled. Microseconds on an H100, in this order: this kernel; the portable `mm` of the
 # canonical weights; cuBLAS with bfloat16 weights. For 64 and 256 tokens, this kernel used wgmma with 64 tokens per launch. That
 # variant was no faster than `mm`, so kernels are no longer compiled for more than 16 tokens:
@@ -32,7 +36,7 @@ STAGES = 8  # maximum number of ring stages of a group: four groups have 32 stag
 # mxfp4 weights take the same time within 4%.
 TOKENS = (8, 16)
 MAX_TOKENS = max(TOKENS)
-# The maximum number of k blocks of a CTA. The CTA's features of 16 tokens then take 112 KiB of shared memory, and a group has five
+# The maximum number of k blocks of a CTA. With 16 tokens, the CTA's features take 112 KiB of shared memory, and a group has five
 # ring stages.
 ROOM = 56
 MAX_K = CLUSTER * ROOM * BLOCK

@@ -58,13 +58,16 @@ class Linear(MmaWarps):
 
     The kernel is launched in clusters of 8 CTAs of 19 warps, one CTA per SM (``min_blocks_per_mp=1``, up to 227 KiB of shared
     memory):
-    * warps 0-15, four groups of four: MMA. A group computes every fourth panel, and each warp of a group a strip of 16 rows;
-    * warp 16: the producer. It fills the stages of the ring of weights, each of which belongs to a group, and initialises the
-      barriers;
-    * warps 17-18: reduce the partial sums of the cluster's CTAs, apply row factors and bias, and write the results.
+    * warps 0-15, four groups of four: MMA. A group computes every fourth panel of the cluster, and each warp of a group a strip of
+      16 rows. After each panel, the warps send their partial sums to the CTAs of the cluster that reduce them;
+    * warp 16: the producer. It initialises the barriers, and keeps the ring of weights full. Each group has its own stages of the
+      ring;
+    * warps 17-18: the epilogue. They reduce the partial sums of the cluster's CTAs, apply row factors and bias, and write the
+      results.
 
     Shared memory holds the barriers, this CTA's slice of the tokens' features, a buffer of partial sums for each group of MMA
-    warps, and the ring of weights.
+    warps, and the ring of weights. The full barrier of a buffer counts the bytes that the cluster's CTAs send for a panel. When the
+    epilogue has read the buffer, it arrives on the buffer's empty barrier in all CTAs of the cluster.
     """
 
     @cute.jit
@@ -161,7 +164,7 @@ class Linear(MmaWarps):
         """Loads this CTA's k blocks of all panels into the ring, in slabs of `SLAB` blocks. Slabs of the four groups' panels
         alternate."""
         config, work = self.config, call.work
-        at = first_to_fill()  # the stage within each group's stages
+        at = first_to_fill()  # the position in each group's own stages
         if cute.arch.lane_idx() == 0:
             for panel in cutlass.range(0, work.panels, GROUPS, unroll=1):
                 for block in cutlass.range(0, work.blocks, SLAB, unroll=1):
@@ -213,7 +216,7 @@ class Linear(MmaWarps):
             for i in cutlass.range_constexpr(rows):
                 number = load_floats("shared", smem_at + (source * ROWS + i) * config.tokens * 4, 1)
                 totals[i] += cutlass.select_(there, number, Float32(0.0))
-        if index == 0:  # set the expected bytes before other CTAs may send again
+        if index == 0:  # expect the bytes of the group's next panel before any CTA may send them
             self.expect_sums(call, at)
         cute.arch.sync_warp()
         if index % LANES < CLUSTER:

@@ -2,16 +2,16 @@
 
 The kernel is memory-bound: reading the weights takes most of the time, so the weight stream never pauses. There is one persistent
 CTA per SM. A producer warp streams weights through a ring buffer in shared memory by bulk copies. The producer warp starts before
-the preceding kernel ends (PDL). This is safe, because that kernel does not write these prepared weights. Sixteen MMA warps
-dequantise weights to A fragments in registers. The B operand, the tokens, stays in shared memory throughout.
+the preceding kernel ends (PDL). This is safe, because that kernel does not write these prepared weights. The GEMM is swap-AB:
+sixteen MMA warps dequantise weights to A fragments in registers. The B operand, the tokens, stays in shared memory throughout.
 
-The eight CTAs of a cluster split k (cluster split-K), so each CTA needs only a slice of the tokens' features. All eight CTAs work
-on the same panels of 64 rows. Each CTA writes the results of eight rows of each panel. All CTAs of the cluster send this CTA their
-partial sums of these rows through distributed shared memory. Two warps add the partial sums in a fixed order while the MMA warps
-work on the next panels. So results are bitwise deterministic, and no partial sums pass through global memory. No CTA waits for a
-CTA that may not be running yet.
+The eight CTAs of a cluster split k (split-K), so each CTA needs only a slice of the tokens' features. All eight CTAs work on the
+same panels of 64 rows. Each CTA writes the results of eight rows of each panel. All CTAs of the cluster send this CTA their partial
+sums of these rows through distributed shared memory. Two warps add the partial sums in a fixed order while the MMA warps work on
+the next panels. So results are bitwise deterministic, and no partial sums pass through global memory. A CTA waits for CTAs of its
+own cluster only, and the CTAs of a cluster always run at the same time.
 
-More tokens need other kernels and the canonical layout. So only plans that declare few tokens are eligible.
+More than 16 tokens need other kernels, which read the canonical layout. So only plans that declare at most 16 tokens are eligible.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class _Launch(NamedTuple):
 
 @functools.cache
 def _launch_of(tokens: int, plan: LinearPlan, device: int) -> _Launch:
+    """Returns the launch parameters of a call. Raises ValueError if the kernel does not support its sizes."""
     # The traits of a kernel that is requested by name are not checked. So check the sizes here.
     if tokens > MAX_TOKENS or plan.in_features > MAX_K:
         most = f"at most {MAX_TOKENS} tokens of {MAX_K} features"
@@ -82,7 +83,18 @@ def _launch_of(tokens: int, plan: LinearPlan, device: int) -> _Launch:
 
 
 def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | None = None) -> Tensor:
-    """Implements the operator `linear`. Weights must be in the layout that `prepare_weights` makes."""
+    """Implements the operator `linear`. Weights must be in the layout that `prepare_weights` makes.
+
+    Args:
+        x: ``[tokens, in_features]`` in the plan's dtype, bfloat16 or float16; at most 16 tokens. Rows that are not aligned are
+            copied.
+        weights: the prepared weights, with row factors instead of scales.
+        plan: the layer's sizes and options.
+        out: ``[tokens, out_features]`` in x's dtype, receives the results, if given.
+
+    Raises:
+        ValueError: there are too many tokens or features, which is possible only if the kernel was requested by name.
+    """
     count = x.shape[0]
     written = x.new_empty(count, plan.out_features) if out is None else out
     if count == 0:

@@ -4,8 +4,8 @@ a model is loaded.
 The e2m1 values are arranged as in `mxfp4.layout`: panels of 64 rows, each of four strips of 16, and blocks of 64 elements of k.
 Three things differ. Row factors and biases are separate tensors. nvfp4 has other scales. The bit positions of the e2m1 values in a
 word minimise the instructions of dequantisation to bfloat16. The bits of register a0 are in place, those of a2 need a shift by 3,
-and those of a1 a shift by 6. The bits of a3 take the remaining positions and need three shifts. The digit names the register, and
-s, e and m are sign, exponent and mantissa:
+and those of a1 a shift by 6. The bits of a3 take the remaining positions and need three shifts. In the table, the digit names the
+register, and s, e and m are sign, exponent and mantissa:
 
     bit   15   14   13  12   11  10  9    8 7 6    5 4 3    2 1 0
     value 0s   3s   3e  2s   3m  3e  1s   0 e e m  2 e e m  1 e e m
@@ -122,6 +122,7 @@ def _multiplier_bytes() -> list[int]:
 
 
 def _quarters(scale: Tensor, blocks: int) -> Tensor:
-    """Rearranges stored nvfp4 scales, uint8 ``[rows, k / 16]``, to the scale bytes of blocks, ``[strips, blocks, 64]``."""
+    """Rearranges stored nvfp4 scales, uint8 ``[rows, k / 16]``, to the scale bytes of blocks, ``[strips, blocks, 64]``. ``blocks``:
+    the number of k blocks."""
     padded = torch.nn.functional.pad(scale, (0, 4 * blocks - scale.shape[1]))
     return padded.view(-1, 2, STRIP // 2, blocks, 4).permute(0, 3, 2, 4, 1).flatten(2)

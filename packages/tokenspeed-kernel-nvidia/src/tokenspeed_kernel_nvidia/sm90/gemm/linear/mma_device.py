@@ -1,7 +1,7 @@
 """The MMA warps of `kernel_device`. A *panel* is 64 rows of weights, a *strip* 16 of these rows, and a *block* 64 elements of k.
 
-Weights are dequantised to A fragments in registers; tokens are B operands in shared memory. Each CTA sends its partial sums to the
-CTAs of the cluster that reduce them.
+Weights are dequantised to A fragments of mma.sync m16n8k16 in registers. Tokens are B operands, loaded from shared memory by
+ldmatrix. Each CTA sends its partial sums to the CTAs of the cluster that reduce them.
 
 Tokens are stored in shared memory so that `ldmatrix` has no bank conflicts. A core matrix of 128 bytes holds 8 elements of k of
 eight tokens. The next eight tokens follow, then the next 8 elements of k.
@@ -34,7 +34,7 @@ STEPS = 4  # k-steps (MMAs of k = 16) per block; a lane has one word per step
 
 @dataclass(frozen=True)
 class WorkSlice:
-    """A CTA's slice of the weights.
+    """A CTA's slice of the weights: a range of panels by a range of k blocks.
 
     Attributes:
         rank: rank of the CTA in its cluster.
@@ -197,7 +197,8 @@ class MmaWarps:
 
     @cute.jit
     def send(self, call: Call, panel: Int32, strip: Int32, lane: Int32, acc: cute.Tensor):
-        """Sends the partial sums of a strip of a panel to the two CTAs that reduce them, eight rows to each."""
+        """Sends the partial sums of a strip of a panel to the two CTAs that reduce them, eight rows to each. First waits until all
+        CTAs have read the group's previous panel from the buffer."""
         config, group = self.config, panel % GROUPS
         smem_at = call.buffers + group * config.buffer_bytes + (call.work.rank * ROWS + lane // 4) * (config.tokens * 4)
         to = Cursor(group, (panel // GROUPS + 1) % 2)

@@ -1,5 +1,10 @@
 """Configurations and shared-memory layout of the `mm` kernel with a ring buffer (`kernel_device`), and the function that chooses a
-configuration for a call."""
+configuration for a call.
+
+Rows of activations (a) are the MMA's m, most of which may be padding. Rows of weights (columns of b) are its n. A *tile* is 8 rows
+of weights. A *group* is 40 rows of weights, that is 5 tiles, whose results are reduced together. A *chunk* is the range of k whose
+activations are in shared memory at the same time. A *vector* is 16 bytes of a row of weights, which a lane loads at once.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,19 @@ from typing import Literal
 from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 
 ROWS = 8  # rows of weights in a tile: the MMA's n
-TOKENS = (8, 16)  # numbers of rows of activations for which kernels are compiled; the MMA's m is 16
+TOKENS = (8, 16)  # maximum numbers of rows of activations for which kernels are compiled; the MMA's m is 16
 LOAD_BYTES = 16  # bytes of a row of weights that a lane loads at once
 QUAD_BYTES = 4 * LOAD_BYTES  # bytes of a row of weights that a quad of lanes loads at once
 GROUP = 40  # rows of weights whose partial sums are in shared memory together; with 132 SMs, 5280 rows are one group per SM
 STAGES = 12  # maximum number of stages of the ring of weights
-HEAD_BYTES = 512  # bytes of the barriers at the start of shared memory; the last 16 bytes are zeros, which lanes read beyond k
+# Bytes of the barriers at the start of shared memory. The last 16 of them are zeros, which lanes load instead of weights beyond k.
+HEAD_BYTES = 512
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
-CLUSTER = 8  # CTAs of a cluster, which split k if there are few rows of weights
-# The bytes of weights that a CTA prefetches into L2 while the preceding kernel runs, and the clock cycles between two prefetches,
-# per KB prefetched. These are the defaults of `Config.prefetched` and `Config.pace`.
+CLUSTER = 8  # CTAs of a cluster that splits k, if there are few rows of weights
+# The defaults of `Config.prefetched` and `Config.pace`: how many bytes of weights a CTA prefetches into L2 while the preceding
+# kernel runs, and the clock cycles from one prefetch to the next, per KB prefetched.
 PREFETCHED, PACE = 160 * 1024, 70
-PIECE_BYTES = 4096  # maximum number of bytes of a row of weights that one prefetch loads into L2
+PREFETCH_BYTES = 4096  # maximum number of bytes of a row of weights that one prefetch instruction loads into L2
 # Bytes of the ring of weights. A larger ring gained nothing. With this size, CTAs of two successive launches fit on an SM if there
 # are few rows of activations.
 RING_BYTES = 100 * 1024
@@ -60,8 +66,8 @@ class Config:
         out: dtype of the result.
         tokens: the maximum number of rows of activations.
         warps: the number of MMA warps, among which k of a ring stage is split. The producer is one further warp.
-        loads: how many 16-byte loads of each row of weights a lane makes per ring stage.
-        cluster: the number of CTAs that split k of the same rows of weights.
+        loads: how many 16-byte loads a lane makes per ring stage, all of one row of weights.
+        cluster: the number of CTAs that split k of the same rows of weights; 1 without clusters.
         pair: whether CTAs form clusters of two that multicast activations to each other, half of the rows each. The two CTAs have
             different rows of weights. Shared memory holds whole rows of activations.
         prefetched: the maximum number of bytes of weights that a CTA prefetches into L2 while the preceding kernel runs.
@@ -86,6 +92,7 @@ class Config:
 
     @property
     def activation_bytes(self) -> int:
+        """Bytes of an element of the activations."""
         return 1 if self.dtype.startswith("float8") else 2
 
     @property
@@ -108,8 +115,8 @@ class Config:
 
     @property
     def planes(self) -> int:
-        """The number of 16-byte vectors of activation operands that belong to 16 bytes of weights. Each vector is in its own plane
-        of shared memory."""
+        """The number of planes of activations in shared memory. 16 bytes of weights are 8, 16 or 32 elements, so 1, 2 or 4 times 16
+        bytes of 16-bit activation operands belong to them. Each of these is in its own plane, to avoid bank conflicts."""
         return self.elements // 8
 
     @property
@@ -165,7 +172,9 @@ class Layout:
 
 
 def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYTES, stages: int = STAGES) -> Layout | None:
-    """Returns the shared-memory layout for m rows of activations; None if activations for one `Config.part_bytes` do not fit.
+    """Returns the shared-memory layout for m rows of activations, or None if not even the activations for one `Config.part_bytes`
+    and one ring stage fit. The chunk is the longest one that leaves at least 4 ring stages. If there is none, it has one
+    `part_bytes`.
 
     Args:
         row_bytes: bytes of this CTA's part of a row of weights.
@@ -174,6 +183,7 @@ def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYT
             memory for another CTA on its SM. Otherwise, some of the clusters of 8 might have to wait.
     """
     part, stage = config.part_bytes, config.stage_bytes
+    # float32 partial sums of the warps; with clusters, also those that the cluster's CTAs send, for as many rows in all.
     sums = 4 * GROUP * m * (config.warps + (config.cluster > 1))
     for parts in range(-(-row_bytes // part), 0, -1):
         chunk = parts * part
@@ -198,7 +208,8 @@ def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYT
 def loads_of(weights: Weights, scales: Scales, row_bytes: int) -> int:
     """Returns `Config.loads`: the number in `LOADS` with which rows of ``row_bytes`` bytes leave least of their ring stages empty.
 
-    The number is always the first one for dense weights and block scales. Dense weights need no conversion, and gained nothing.
+    With dense weights and with block scales, the number is always the first one. Dense weights, which need no conversion, gained
+    nothing from another number.
     """
     if scales not in ("row", "mx"):
         return LOADS[0]
@@ -218,6 +229,8 @@ def config_of(
     """Returns the configuration for a call.
 
     Args:
+        dtype, weights, scales, out: see `Config`.
+        tokens: the number of rows of activations, at most 16.
         sharing: the operand that the CTAs of a cluster split or multicast, from `sharing_of`.
         row_bytes: bytes of a row of weights.
         long: whether the GEMM is long, see `is_long`.
@@ -255,7 +268,7 @@ def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> 
 
 
 def is_long(n: int, count: int) -> bool:
-    """Returns whether a GEMM with n rows of weights is long on ``count`` SMs."""
+    """Returns whether a GEMM with n rows of weights is long on ``count`` SMs: a CTA has more than `LONG_GROUPS` groups of rows."""
     return n > count * GROUP * LONG_GROUPS
 
 

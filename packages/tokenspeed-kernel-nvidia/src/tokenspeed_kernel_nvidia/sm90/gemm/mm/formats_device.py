@@ -1,7 +1,8 @@
 """The MMA operands of `kernel_device`: loads and conversions of activations and weights, and their scales.
 
-The 16 bytes of weights that a lane loads at once are 8, 16 or 32 elements, consecutive along k. MMAs use these elements in pairs,
-in the order that dequantisation produces. Activations are reordered to match.
+The 16 bytes of weights that a lane loads at once are 8, 16 or 32 elements, consecutive along k. A register of a B operand holds two
+of these elements, in the order that dequantisation produces. Activations are reordered to match when they are stored in shared
+memory. So the mainloop loads them as A operands without a conversion.
 """
 
 # mypy: ignore-errors
@@ -288,7 +289,8 @@ class Formats:
 
     @cute.jit
     def multiply(self, call: Call, acc: cute.Tensor, row: Int32, edge: Int32, unit_bytes: Int32, loads: list):
-        """Accumulates the MMAs of one ring stage of a tile.
+        """Accumulates the MMAs of one ring stage of a tile. With block scales, the MMAs of each load (64 bytes of a row, which are
+        in one block) have a separate accumulator, which is scaled and added in float32.
 
         Args:
             row: the tile's first row of weights in the group.

@@ -1,20 +1,22 @@
 """Device code of `mm`: the launch, the ring buffer of weights, the loop over tiles, and the reduction.
 
 A CTA has a range of the weights' rows, in tiles of 8. A producer warp streams the rows by bulk copies into a ring buffer in shared
-memory. A ring stage holds a range of k of a tile's rows. All other warps split k of every stage. The activations are in shared
-memory as MMA operands. A *chunk* is the range of k whose activations fit in shared memory. If a chunk is a whole row, activations
-are loaded only once. Otherwise they are loaded once for each *group* of 40 rows of weights. Activations are not kept in registers,
-because each part of k would then need its own code. A call runs such code only a few times, so the call would stall on instruction
-fetches.
+memory. A ring stage holds a range of k of a tile's rows. All other warps split k of every stage.
+
+The activations are in shared memory as MMA operands. A *chunk* is the range of k whose activations fit in shared memory. If a chunk
+is a whole row, activations are loaded only once. Otherwise the loops are nested: for each *group* of 40 rows of weights, for each
+chunk, for each tile of the group. So activations are loaded once for each group. Activations are not kept in registers, because
+each part of k would then need its own code. A call runs such code only a few times, so the call would stall on instruction fetches.
 
 At the end of a group, the partial sums of all warps are added through shared memory. If the CTAs of a cluster split k, each CTA
 sends its partial sums to the CTA that writes the row's results.
 
 In a stage, a warp has a range of k of all 8 rows. Per load, each quad of lanes loads 64 bytes of one row, 16 bytes per lane.
 `formats_device` converts the loaded weights to MMA operands. The order of k within an MMA does not matter, provided that
-activations and weights have the same order. An MMA multiplies 16 rows of activations by 8 rows of weights (mma.sync m16n8k16), even
-if there is only one row of activations. Per 16 bytes of bfloat16 weights, a lane then executes two loads, two MMAs and about four
-moves. With FMAs, it would execute 25 instructions.
+activations and weights have the same order. So a lane's 16 consecutive bytes can be the operands of successive MMAs, without
+shuffles. An MMA multiplies 16 rows of activations by 8 rows of weights (mma.sync m16n8k16), even if there is only one row of
+activations. Per 16 bytes of bfloat16 weights, a lane then executes two loads, two MMAs and about four moves. With FMAs, it would
+execute 25 instructions.
 """
 
 # mypy: ignore-errors
@@ -283,18 +285,18 @@ class Mm(Formats):
         """Runs an MMA warp, which computes one group of rows of weights after another."""
         config = self.config
         lane = cute.arch.lane_idx()
-        # Byte offset of this lane's first load within the bytes of a row that a stage holds.
+        # Byte offset of this lane's first load, in the bytes of a row that a stage holds.
         place = warp * (QUAD_BYTES * config.loads) + lane % 4 * LOAD_BYTES
         acc = cute.make_rmem_tensor((4,), Float32)
         # Shared address of this lane's partial sums of the group's first tile.
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
         own = call.at.ring + lane // 4 * config.pitch + place  # address of this lane's first load in the first stage
         at = first_to_read()
-        turn = Int32(0)
+        turn = Int32(0)  # the phase of `call.activated`
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
             rows = cutlass.min(call.rows - begin, GROUP)
             first = call.first + begin
-            edge = BLOCK - first % BLOCK
+            edge = BLOCK - first % BLOCK  # the group's first row in the next 128-row block of scales
             bias, factor = Uint32(0), Float32(1.0)
             done = Int32(0)
             while done < call.row_bytes:
@@ -375,8 +377,8 @@ class Mm(Formats):
 
     @cute.jit
     def load_epilogue_operands(self, call: Call, first: Int32, rows: Int32):
-        """Loads the bias and the weights' row scale for this thread's results, early, so that `finish` does not wait for the
-        loads."""
+        """Loads the bias and the weights' row scale for this thread's results, before the MMAs, so that `finish` does not wait for
+        the loads. Returns the bias as stored (see `Vector.load`), and the scale, 1 if rows of weights have no scale."""
         cute.arch.griddepcontrol_wait()
         thread, _, _ = cute.arch.thread_idx()
         row = self.row_of(call, thread % self.own_rows)

@@ -1,25 +1,25 @@
 """`mm` of a few rows of activations by weights, as in a decode step, on Hopper.
 
-The kernels are memory-bound: each weight is read once, for at most 16 rows of activations. There is one CTA per SM. The rows of
-weights are divided evenly among the CTAs, to within one row. Partial sums are added in a fixed order, so results are bitwise
+Each weight is read once, for at most 16 rows of activations. Partial sums are added in a fixed order, so results are bitwise
 deterministic. There are two kernels:
 
 - GEMMs with few rows of dense weights, such as a router's, are latency-bound. The CTAs of a cluster split k of 8 rows, so each CTA
   reads little of the activations (`split_device`). After an rmsnorm of one row, 1, 8 and 16 rows by 2880 x 128 weights took 2.1,
   2.3 and 2.4 us on an H200. With the ring buffer they took 3.2, 3.5 and 3.6 us.
-- In all other GEMMs, weights stream through a ring buffer in shared memory (`kernel_device`). With many activations, the CTAs of a
-  pair multicast them: 16 rows by 2880 x 5120 weights took 10.2 us, and 10.6 us without pairs. If weights have few rows that
-  are too long for the first kernel, the CTAs of a cluster split k.
+- All other GEMMs are memory-bound. There is one CTA per SM, and the rows of weights are divided evenly among the CTAs, to within
+  one row. Weights stream through a ring buffer in shared memory (`kernel_device`). With many activations, pairs of CTAs multicast
+  them to each other: 16 rows by 2880 x 5120 weights took 10.2 us, and 10.6 us without pairs. If weights have few rows that are too
+  long for the first kernel, the CTAs of a cluster split k.
 
 A call does not say whether the preceding kernel writes the weights. So weights are read only after that kernel has ended (PDL
 wait). Until then, some weights are prefetched into L2, which is coherent. A prefetch that continued while weights are read was
 slower. After the same rmsnorm, one row by 2880 x 5120 weights took 10.3 to 11.2 us instead of 9.3 us.
 
-A CTA leaves registers and shared memory of its SM to a CTA of the preceding or of the next kernel. This overlap is worth more than
-loads directly to registers. A former kernel that filled the registers of all SMs with weights took 7.5 us for one row by 4096 x
-2880 weights after that rmsnorm; this kernel takes 7.7 to 8.2 us. But the former kernel could not overlap attention, nor could the
-router overlap the former kernel. Decode steps of GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to 2.16, 2.64 and 3.49 ms with the
-former kernel. They take 2.10, 2.51 and 3.37 ms with this kernel.
+A CTA leaves registers and shared memory of its SM to a CTA of the preceding or of the next kernel, so that launches overlap (PDL).
+This overlap is worth more than loads directly to registers. A former kernel that filled the registers of all SMs with weights took
+7.5 us for one row by 4096 x 2880 weights after that rmsnorm; this kernel takes 7.7 to 8.2 us. But the former kernel could not
+overlap attention, nor could the router overlap the former kernel. Decode steps of GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to
+2.16, 2.64 and 3.49 ms with the former kernel. They take 2.10, 2.51 and 3.37 ms with this kernel.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _launch_of(
 
 
 def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_bytes: int = RING_BYTES) -> tuple[int, ...]:
-    """Returns the number of CTAs, and the fields of the shared-memory `Layout`.
+    """Returns the number of CTAs, and the fields of the shared-memory `Layout`, as the kernel's last arguments.
 
     Args:
         m, n: rows of activations and of weights.
@@ -125,7 +125,7 @@ def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_
     stages = -(-rows // ROWS) * -(-min(part, row_bytes) // config.part_bytes)
     found = layout_of(config, m, min(part, row_bytes), ring_bytes, stages)
     if found is None:
-        raise ValueError("wants more shared memory than there is")
+        raise ValueError(f"mm: {m} rows of activations need more shared memory than a CTA has")
     return ctas, found.chunk_bytes, found.stages, found.scales, found.activations, found.ring, found.size
 
 

@@ -1,6 +1,8 @@
-"""Residual add and RMSNorm as the prologue of a GEMM.
+"""Residual add and RMSNorm as the prologue of a GEMM, in chunks of 16 bytes of a token.
 
-The GEMM multiplies token plus residual, times the norm's weights. Its results are divided by the root mean square.
+A kernel has two ways to apply the norm. With `Norm.scaled_chunk`, the GEMM's operand is (token + residual) times the norm's
+weights, and the epilogue divides the results by the root mean square. So the MMAs need not wait for the sum of squares. With
+`Norm.normed_chunk`, the operand is the normalised token, rounded to the tokens' dtype.
 """
 
 # mypy: ignore-errors
@@ -37,7 +39,7 @@ class NormWork:
 
 
 class Norm:
-    """Code of the prologue.
+    """The loads and the arithmetic of the prologue. A kernel's class derives from this class.
 
     Attributes:
         dtype: dtype of tokens.
@@ -53,9 +55,10 @@ class Norm:
         ]
 
     def sources_of(self, x: Matrix, work: NormWork, token: Int32, chunk: Int32, live: Boolean) -> tuple:
-        """Returns the global addresses of chunk number ``chunk``, 16 bytes, of a token, of its residual, and of the norm's weights.
-        These are two addresses: 16-bit weights are at the first one, float32 weights at both. Each address stands with whether to
-        load from it.
+        """Returns the global addresses of chunk number ``chunk``, 16 bytes, of a token, of its residual, and twice of the norm's
+        weights: 16-bit weights are at the first of these two addresses, float32 weights at both. Each result is a pair of an
+            address
+        and whether to load from it.
 
         Args:
             live: whether the token and the chunk exist.
@@ -71,12 +74,13 @@ class Norm:
         )
 
     def scaled_chunk(self, raw: cute.Tensor, scales: list, square: Float32) -> tuple:
-        """Returns a chunk's words as MMA operands (token plus residual, times the norm's weights), the sums themselves, and
-        ``square`` plus their squares.
+        """Returns a chunk's words of (token + residual) times the norm's weights, its words of token + residual, and ``square``
+        plus the squares of these sums.
 
         Args:
-            raw: the chunk's words of the token, ``raw[0, word]``, and of the residual, ``raw[1, word]``.
-            scales: the norm's weights, float32.
+            raw: the chunk's words of the token, ``raw[0, word]``, and of the residual, ``raw[1, word]``; zeros without a residual.
+            scales: the norm's eight weights of the chunk, float32.
+            square: the token's sum of squares so far.
         """
         scaled, sums = [], []
         for word in range(4):

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.cutedsl.pipeline_device import Barriers, Cursor
 from tokenspeed_kernel_nvidia.sm90.common.bulk_device import prefetch_bulk
-from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import PIECE_BYTES
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import PREFETCH_BYTES
 
 
 @cute.jit
@@ -21,7 +21,8 @@ def prefetch_rows(
     most: cutlass.Constexpr[int],
     pace: cutlass.Constexpr[int],
 ):
-    """Prefetches rows of weights into L2, `PIECE_BYTES` at a time, until the preceding kernel has ended (PDL). One warp calls this.
+    """Prefetches rows of weights into L2, `PREFETCH_BYTES` at a time, until the preceding kernel has ended (PDL). One warp calls
+    this function.
 
     The preceding kernel may still be writing the weights. Later loads see the kernel's writes, because the prefetch goes only to
     L2, which is coherent.
@@ -40,7 +41,7 @@ def prefetch_rows(
     due = Int32(cute.arch.clock())
     over = barrier.poll(begin)
     while (row < rows) & (left > 0) & (not over):
-        size = cutlass.min(row_bytes - done, PIECE_BYTES)
+        size = cutlass.min(row_bytes - done, PREFETCH_BYTES)
         with cute.arch.elect_one():
             prefetch_bulk(source_of(row) + Int64(done), size)
         due += size * pace // 1024

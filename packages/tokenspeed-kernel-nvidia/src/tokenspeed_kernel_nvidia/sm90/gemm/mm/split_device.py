@@ -1,9 +1,9 @@
 """Device code of `mm` for few rows of weights, such as a router's: the CTAs of a cluster split k of 8 rows.
 
-The kernel is latency-bound. Each CTA computes a range of k of its cluster's rows, so it reads only this range of the activations.
-All CTAs together read no more bytes of activations than of weights. A lane issues one or two loads of weights, and as many loads of
-activations for each group of 8 rows. Each CTA adds its warps' partial sums, and sends the sums to the CTA that writes the row's
-results.
+The kernel is latency-bound. Each CTA computes a range of k of its cluster's 8 rows of weights, so it reads only this range of the
+activations. All CTAs together read at most twice as many bytes of activations as of weights. A lane issues one or two loads of
+weights, and as many loads of activations for each 8 rows of activations. Each CTA adds its warps' partial sums, and sends the sums
+to the CTA that writes the row's results.
 """
 
 # mypy: ignore-errors

@@ -12,7 +12,7 @@ HALF = 128  # n of a wgmma
 RING_BYTES = 192 * 1024  # bytes of the ring of operands
 OUT_BYTES = 2  # bytes of an element of the result, which is bfloat16
 PANEL = 128 // OUT_BYTES  # columns of the result that one TMA store writes
-GROUP = 8  # rows of cluster tiles that are rasterised together, for reuse of operands in L2
+GROUP = 8  # rows of cluster tiles in a band, see `Raster`; tiles of a band that run at the same time share operands in L2
 # The elements that share a scale. "block": 128 elements of a row of activations, and 128 x 128 weights. "column": 128 or 64
 # elements along k of a row of activations, and of one column of weights or of several columns.
 Scales = Literal["block", "column"]
@@ -48,6 +48,7 @@ class Config:
 
     @property
     def producer_registers(self) -> int:
+        """The number of registers of a producer thread. The warps that load scales of columns need more."""
         return 40 if self.scales == "column" else 24
 
     @property
@@ -57,18 +58,22 @@ class Config:
 
     @property
     def a_bytes(self) -> int:
+        """Bytes of the activations in a ring stage of a CTA."""
         return ROWS * BLOCK
 
     @property
     def b_bytes(self) -> int:
+        """Bytes of the weights in a ring stage of a CTA, half of which each CTA of the cluster loads."""
         return self.columns * BLOCK
 
     @property
     def stages(self) -> int:
+        """The number of stages of the ring of operands."""
         return RING_BYTES // (self.a_bytes + self.b_bytes)
 
     @property
     def threads(self) -> int:
+        """The number of threads of a CTA: one producer warpgroup and two MMA warpgroups."""
         return 3 * 128
 
 
@@ -77,7 +82,7 @@ class Supported:
     """A kind of scales for which calls are supported.
 
     Attributes:
-        name: the part of the kernels' names that stands for this kind of scales.
+        name: the name of this kind of scales in the kernels' names.
         scales, stored, block: granularity and storage format of the scales, and elements along k per scale, as in `Config`.
     """
 
@@ -87,6 +92,7 @@ class Supported:
     block: int = 128
 
     def configs(self) -> list[Config]:
+        """Returns the configurations for this kind of scales, with wide and narrow tiles."""
         return [Config(self.scales, self.stored, self.block, halves) for halves in (2, 1)]
 
 
@@ -138,4 +144,4 @@ def clusters_of(config: Config, m: int, n: int) -> int:
 
 def every_config() -> list[Config]:
     """Returns all configurations that calls use."""
-    return [config for served in SUPPORTED for config in served.configs()]
+    return [config for kind in SUPPORTED for config in kind.configs()]

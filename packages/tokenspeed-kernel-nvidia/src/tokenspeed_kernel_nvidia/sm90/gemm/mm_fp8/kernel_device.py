@@ -1,8 +1,8 @@
 """Device code of `mm_fp8`: the launch and the producer warps. `sum_device` has the MMA warpgroups.
 
-The two CTAs of a cluster compute tiles of the same columns. Each CTA loads its own rows of activations, and multicasts half of the
-weights to both CTAs. One warp loads operands, another warp the bias, and two warps the scales of columns. Two warpgroups compute 64
-rows of a tile each.
+The GEMM is not swap-AB: rows of activations are the wgmma's m, and columns of the result its n. The two CTAs of a cluster compute
+tiles of the same columns. Each CTA loads its own rows of activations, and multicasts half of the weights to both CTAs. One warp
+loads operands, another warp the bias, and two warps the scales of columns. Two warpgroups compute 64 rows of a tile each.
 """
 
 # mypy: ignore-errors
@@ -54,7 +54,8 @@ class MmFp8(Consumers):
       load the scales of columns into each ring stage, if scales are per column;
     * warpgroups 1 and 2 issue wgmmas for 64 rows each of a tile of 128 x 128 or 128 x 256, apply scales, and store results by TMA.
 
-    The ring of operands takes 192 KiB; a stage has 128 elements along k. Stages of the next tile are loaded during the epilogue.
+    The ring of operands takes 192 KiB; a stage has 128 elements along k of both operands. Stages of the next tile are loaded during
+    the epilogue. The MMA warps load the scales of rows, and of blocks, from global memory to registers, one stage ahead.
     """
 
     @cute.jit

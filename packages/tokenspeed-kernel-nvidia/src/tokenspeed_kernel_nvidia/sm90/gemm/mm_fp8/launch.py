@@ -91,10 +91,18 @@ def mm_fp8(
     out_dtype: torch.dtype | None,  # bfloat16 or None, as the traits require
     out: Tensor | None,
 ) -> Tensor:
-    """Computes a GEMM of fp8 operands: launches the kernel on arguments that the operator has checked.
+    """Computes ``a @ b + bias`` of fp8 operands: launches the kernel on arguments that the operator has checked. Returns ``out``,
+    or a new tensor.
 
     The public function is `tokenspeed_kernel_nvidia.mm`. Operands are copied if their rows are not contiguous along k or not
     16-byte aligned. If the rows of ``out`` are not contiguous or not aligned, the result is copied to ``out`` at the end.
+
+    Args:
+        a: float8_e4m3fn ``[m, k]``.
+        b: float8_e4m3fn ``[k, n]``, a transposed view of rows.
+        a_scale, b_scale: float32, e8m0 bytes as uint8, or four e8m0 bytes in an int32, as the operator defines them.
+        bias: ``[n]`` in bfloat16, float16 or float32, or None.
+        out: bfloat16 ``[m, n]``, receives the result, if given.
     """
     m, n = a.shape[0], b.shape[1]
     written = to_write(out, a.new_empty((), dtype=torch.bfloat16), (m, n))
@@ -113,14 +121,14 @@ def mm_fp8(
 _STORED = {"float32": (torch.float32,), "byte": (torch.uint8, torch.int32)}
 
 
-def signatures_of(served: Supported) -> set[FormatSignature]:
-    """Returns the formats of calls with these kinds of scales."""
-    block = served.block
+def signatures_of(kind: Supported) -> set[FormatSignature]:
+    """Returns the formats of the operands of calls with this kind of scales."""
+    block = kind.block
     # The numbers of columns of weights per scale. 128 columns with blocks of 128 along k are the granularity "block".
-    several = (block,) if served.scales == "block" else (1,) if block == BLOCK else (block, 1)
+    several = (block,) if kind.scales == "block" else (1,) if block == BLOCK else (block, 1)
     return {
         format_signature(a=fp8_format(E4M3, "block", (1, block), stored), b=fp8_format(E4M3, "block", (block, lines), stored))
-        for stored in _STORED[served.stored]
+        for stored in _STORED[kind.stored]
         for lines in several
     }
 

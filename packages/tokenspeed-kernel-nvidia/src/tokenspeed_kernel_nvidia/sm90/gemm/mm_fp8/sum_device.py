@@ -1,9 +1,9 @@
 """The MMA warpgroups of `kernel_device`: wgmma, accumulation, epilogue.
 
 Hopper's tensor cores accumulate fp8 with fewer bits than float32 has. So wgmma accumulates over at most 128 elements of k, as block
-scales require anyway. The resulting partial sums are accumulated in float32 registers. A warpgroup's tile is 64 rows by one or two
-halves of 128 columns. The wgmma results of the two halves use the same registers in turn. While one warpgroup accumulates, the
-wgmmas of the other warpgroup run.
+scales require anyway. The lanes scale these partial sums, and add them to the tile's sums in float32 registers (promotion). A
+warpgroup's tile is 64 rows by one or two halves of 128 columns. The two halves use the same registers for their partial sums, one
+after the other, so a warpgroup waits for its wgmmas before it adds. Meanwhile, the wgmmas of the other warpgroup run.
 """
 
 # mypy: ignore-errors
@@ -32,8 +32,8 @@ STEP = 32  # elements of k that one wgmma multiplies
 
 @dataclass(frozen=True)
 class Scales:
-    """The address and strides of one operand's scales in global memory. Four consecutive blocks along k may have a stride of their
-    own.
+    """The address and strides of one operand's scales in global memory. Four consecutive blocks along k have a stride of their own,
+    because e8m0 scales may be packed four to an int32.
 
     Attributes:
         address: address of the scale of the first line and the first block along k.
@@ -130,6 +130,7 @@ class Consumers:
         return pipeline(storage.full, storage.empty)
 
     def biases_pipe(self, storage: Any) -> Pipeline:
+        """Returns the barriers of the buffer of biases, which has a single stage."""
         return pipeline(storage.biases_full, storage.biases_empty)
 
     def biases(self, storage: Any) -> Int32:

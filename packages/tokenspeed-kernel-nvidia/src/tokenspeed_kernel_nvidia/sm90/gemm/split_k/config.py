@@ -1,4 +1,4 @@
-"""Configurations and shared-memory sizes of GEMMs whose k the CTAs of a cluster split."""
+"""Configurations and shared-memory sizes of GEMMs whose k the CTAs of a cluster split. `tile_device` describes these kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 64  # elements of k of a ring stage: 128 bytes
 BOX_BYTES = HALF * BLOCK * 2
 STAGE_BYTES = 2 * BOX_BYTES
 SHARE = TILE // CLUSTER  # rows of a tile whose results one CTA of the cluster writes
-WARPGROUPS = 2  # MMA warpgroups of a CTA, which compute tiles in turn
+WARPGROUPS = 2  # MMA warpgroups of a CTA, whose tiles alternate
 WARPS = 4 * WARPGROUPS
 THREADS = 32 * (WARPS + 1)  # the last warp is the producer
 MAX_TOKENS = 32  # the wgmma's n
@@ -49,7 +49,7 @@ class Config:
 
     @property
     def buffer_floats(self) -> int:
-        """The float32 of a buffer of partial sums: those of all CTAs of the cluster for `SHARE` rows of a tile."""
+        """The number of float32 in a buffer of partial sums: `SHARE` rows of a tile from each CTA of the cluster."""
         return CLUSTER * SHARE * self.pitch
 
     @property

@@ -1,6 +1,10 @@
 """Device code of `mm` with k split over a cluster: the launch, the loads of tokens, the wgmmas, and the reduction over the cluster.
+`tile_device` has the rest of the kernel.
 
-Each CTA sends its partial sums of four rows of each half of a tile to the CTA that writes their results. See also `tile_device`.
+Each CTA of a cluster writes the results of eight rows of each tile of 64: four rows of each half. So each CTA sends its partial
+sums of a tile to all CTAs of the cluster, to each those of its eight rows. A warpgroup has one buffer of partial sums. Its full
+barrier counts the bytes that the eight CTAs send for a tile. When the warpgroup has added them, it arrives on its empty barrier in
+all eight CTAs, and each of these sends its partial sums of the warpgroup's next tile when all eight have arrived.
 """
 
 # mypy: ignore-errors
@@ -136,7 +140,7 @@ class MmSplitK(SplitK):
             biases = [call.bias.load(row, (row < call.n) & (token < call.m)) for row in rows]
             sums.wait(Cursor(wg, turn % 2))
             following = tile + WARPGROUPS < call.tiles
-            if (thread == 0) & following:  # before any CTA may send again
+            if (thread == 0) & following:  # expect the next bytes before any CTA may send them
                 sums.commit(Cursor(wg, turn % 2), c.sent_bytes)
             totals = self.added(storage, wg, thread % (SHARE // 2), token)
             if following:
@@ -150,12 +154,12 @@ class MmSplitK(SplitK):
 
     def buffer_at(self, storage: Any, wg: Int32) -> Int32:
         """Returns the shared address of a warpgroup's buffer of partial sums: float32 ``[CTA of the cluster][half][row of four]
-        [token]``, where tokens stand in the order of accumulators, see `place_of`."""
+        [token]``, where tokens are in the order of accumulators, see `place_of`."""
         return storage.buffers.data_ptr().toint() + wg * (self.config.buffer_floats * 4)
 
     def place_of(self, token: Int32) -> Int32:
-        """Returns a token's place in a row of a buffer. A thread has four of sixteen tokens: neighbours of both groups of
-        eight."""
+        """Returns a token's place in a row of a buffer. A thread's accumulators of a row have four of every sixteen tokens: two
+        neighbours in each group of eight. These four are adjacent in the buffer, because one st.async sends them."""
         return token // 16 * 16 + token % 8 // 2 * 4 + token % 16 // 8 * 2 + token % 2
 
     @cute.jit
@@ -165,10 +169,10 @@ class MmSplitK(SplitK):
         lane, wg = cute.arch.lane_idx(), warp // 4
         row = lane // 4
         barrier = self.sums(storage).full.of(Cursor(wg, Int32(0))).toint()
-        half = warp % 4 // 2  # of the tile; a warp has 16 rows
+        half = warp % 4 // 2  # a warp has 16 rows of the tile, which are in this half of it
         place = (call.rank * 2 + half) * (SHARE // 2) + row % 4
         to = self.buffer_at(storage, wg) + (place * c.pitch + lane % 4 * 4) * 4
-        for eight in cutlass.range_constexpr(2):  # of the warp's rows
+        for eight in cutlass.range_constexpr(2):  # the first and the second eight of the warp's rows
             rank = warp % 2 * 4 + 2 * eight + row // 4
             there, arrived = of_rank(to, rank), of_rank(barrier, rank)
             for sixteen in cutlass.range_constexpr(c.tokens // 16):

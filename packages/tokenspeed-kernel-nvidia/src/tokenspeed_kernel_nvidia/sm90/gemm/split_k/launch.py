@@ -3,10 +3,10 @@
 The CTAs of a cluster of eight split k (`tile_device`), so each CTA reads an eighth of the activations' elements.
 
 The kernel is declared for sizes at which PyTorch's GEMM is slow. Only one of them has been measured: 32 bfloat16 rows by the
-output projection of GPT-OSS-120B, k 4096 and n 2880, with a bias, on an H200 with cold weights. There, a call takes 10.8 us back to
-back, and 12.0 us after a kernel without PDL. PyTorch 2.11's GEMM takes 13.1 us in both. Variants for other numbers of rows were
-slower than the kernels that selection prefers there: 10.2 against 9.3 us for 9 rows, 10.2 against 9.5 us for 16 rows, and 12.5
-against 10.9 us for 64 rows. With more columns, PyTorch's GEMM may be faster.
+output projection of GPT-OSS-120B (k 4096, n 2880), with a bias, on an H200 with cold weights. There, a call takes 10.8 us back to
+back, and 12.0 us after a kernel that does not trigger an early launch (PDL). PyTorch 2.11's GEMM takes 13.1 us in both cases. For
+other numbers of rows, variants of this kernel were slower than the kernels that selection prefers: 10.2 against 9.3 us for 9 rows,
+10.2 against 9.5 us for 16 rows, and 12.5 against 10.9 us for 64 rows. With more columns, PyTorch's GEMM may be faster.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from tokenspeed_kernel_nvidia.sm90.gemm.split_k.config import (
 )
 from tokenspeed_kernel_nvidia.sm90.target import ARCH
 
-# The sizes of eligible calls: rows of activations, and the ranges of n and k. They contain the measured call, see above. No CTA has
-# more work than in the measured call.
+# The sizes of eligible calls: the least number of rows of activations, the range of n, and the least k. They contain the measured
+# call, see above. No CTA has more work than in the measured call.
 LEAST_ROWS, N, LEAST_K = 17, (2048, 2880), 3080
 
 
@@ -69,9 +69,15 @@ def mm(
     out_dtype: torch.dtype | None,  # a's dtype or None, as the traits require
     out: Tensor | None,
 ) -> Tensor:
-    """Computes a GEMM of at most 32 rows by dense weights: launches the kernel on arguments that the operator has checked.
+    """Computes ``a @ b + bias``: launches the kernel on arguments that the operator has checked. Returns ``out``, or a new tensor.
 
     The public function is `tokenspeed_kernel_nvidia.mm`. Weights that are not contiguous along k are copied.
+
+    Args:
+        a: bfloat16 or float16 ``[m, k]``, m at most 32.
+        b: ``[k, n]`` in a's dtype, a transposed view of rows.
+        bias: ``[n]`` in bfloat16, float16 or float32, or None.
+        out: ``[m, n]`` in a's dtype, receives the result, if given.
     """
     m, n = a.shape[0], b.shape[1]
     made = a.new_empty(m, n) if out is None else out

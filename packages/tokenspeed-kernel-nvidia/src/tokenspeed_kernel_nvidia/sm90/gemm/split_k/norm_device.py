@@ -1,8 +1,9 @@
 """Residual add and RMSNorm as the prologue of a GEMM whose k the CTAs of a cluster split.
 
-A CTA adds tokens and residual for its blocks only, and sends the tokens' sums of squares to all CTAs of the cluster. It keeps the
-normalised tokens in shared memory as an operand of the wgmmas. So the wgmmas wait for the root mean square. If the epilogue
-divided by it instead, the operands would be rounded before the division, and a router would sometimes select other experts.
+A CTA adds tokens and residual for its own blocks only, and sends the tokens' sums of squares of these blocks to all CTAs of the
+cluster. It stores the normalised tokens in shared memory as the B operand of the wgmmas. So the wgmmas wait for the exchange of the
+sums of squares. If the epilogue divided by the root mean square instead, the operands would be rounded before the division, and a
+router would sometimes select other experts.
 """
 
 # mypy: ignore-errors
@@ -27,7 +28,8 @@ CHUNKS = BLOCK * 2 // LOAD_BYTES  # 16-byte chunks of a token in a block
 
 
 class NormSplitK(Norm, SplitK):
-    """The prologue. MMA warp i loads tokens i, i + 8, and so on; each lane loads the same chunk of all of them."""
+    """The prologue, which the MMA warps run. MMA warp i has tokens i, i + 8, and so on. Each lane has the same 16-byte chunks of
+    all of them."""
 
     squared = True
 
@@ -59,8 +61,9 @@ class NormSplitK(Norm, SplitK):
     def add_squares(
         self, call: Call, work: NormWork, warp: Int32, chunk: Int32, raw: cute.Tensor, scales: Any, squares: cute.Tensor
     ):
-        """Adds the squares of a lane's chunk of the warp's tokens plus residual to ``squares``. Cluster i also writes these sums of
-        tokens i, i + the number of clusters, and so on."""
+        """Adds the squares of a lane's chunk of the warp's tokens plus residual to ``squares``, which has one sum for each of these
+        tokens. All clusters compute the sums of token and residual. So only cluster i writes those of tokens i, i + the number of
+        clusters, and so on."""
         along = call.first_block * CHUNKS + chunk
         writes = (along * (LOAD_BYTES // 2) < work.hidden) & (work.total.address != 0)
         for each in cutlass.range_constexpr(self.config.tokens // WARPS):
@@ -71,8 +74,8 @@ class NormSplitK(Norm, SplitK):
 
     @cute.jit
     def keep_normed(self, call: Call, storage: Any, work: NormWork, normed: Matrix, warp: Int32, loaded: Any):
-        """Writes the CTA's blocks of the warp's normalised tokens, and stores them as operands of the wgmmas, with zeros beyond the
-        hidden size. Returns when all warps have stored theirs.
+        """Writes the CTA's blocks of the warp's normalised tokens to global memory, and stores them as operands of the wgmmas in
+        shared memory, with zeros beyond the hidden size. Returns when all MMA warps have stored theirs.
 
         Args:
             normed: the normalised tokens in global memory.
@@ -99,7 +102,7 @@ class NormSplitK(Norm, SplitK):
 
     @cute.jit
     def exchange(self, call: Call, storage: Any, warp: Int32, squares: cute.Tensor):
-        """Sends the warp's sums of squares to all CTAs of the cluster.
+        """Adds the lanes' sums of squares of the warp's tokens, and sends the sums to all CTAs of the cluster.
 
         Args:
             squares: a lane's sums of squares of the warp's tokens.
@@ -117,7 +120,7 @@ class NormSplitK(Norm, SplitK):
 
     @cute.jit
     def factor_of(self, storage: Any, work: NormWork, token: Int32):
-        """Returns the reciprocal root mean square of a token, from the sums of squares of all CTAs of the cluster."""
+        """Waits for the sums of squares of all CTAs of the cluster, and returns a token's reciprocal root mean square."""
         cute.arch.mbarrier_wait(storage.squared.data_ptr(), 0)
         square = Float32(0.0)
         at = storage.squares.data_ptr().toint() + cutlass.min(token, self.config.tokens - 1) * 4

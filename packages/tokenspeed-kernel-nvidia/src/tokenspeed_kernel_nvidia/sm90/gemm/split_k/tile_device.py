@@ -1,11 +1,15 @@
-"""What all kernels with k split over a cluster share: shared memory, the warps' roles, and the ring of weights.
+"""The base of all kernels whose k a cluster splits: shared memory, the warps' roles, and the ring of weights.
 
-A *tile* is 64 rows of weights, the wgmma's m; tokens are the wgmma's n. A *block* is 64 elements of k. The CTAs of a cluster
-compute the same tiles, each CTA with its own blocks. So a CTA reads only an eighth of the tokens' elements, which stay in shared
-memory. All CTAs together then read few bytes of tokens. If each CTA read all of 16 tokens of 4096 elements, 132 CTAs would read
-132 times 128 KB, which is 73% of the bytes of 2880 rows of weights.
+The GEMM is swap-AB. A *tile* is 64 rows of weights, the wgmma's m; tokens are the wgmma's n. A *block* is 64 elements of k. The
+CTAs of a cluster compute the same tiles, each CTA with its own blocks. Clusters have different tiles in `mm`, and different tokens
+in `moe.route`. So a CTA reads only an eighth of the tokens' elements, which stay in shared memory. All CTAs together then read few
+bytes of tokens. If each CTA read all of 16 tokens of 4096 elements, 132 CTAs would read 132 times 128 KB, which is 73% of the bytes
+of 2880 rows of weights.
 
-A TMA load copies half a tile, which has 32 rows.
+The CTAs send their partial sums to each other by st.async, through distributed shared memory. Each CTA adds the cluster's partial
+sums of some of the results, in a fixed order, so results are bitwise deterministic.
+
+A stage of the ring of weights holds one block of one tile, which two TMA loads of 32 rows each copy.
 """
 
 # mypy: ignore-errors
@@ -97,7 +101,7 @@ def weights_tma(weights: cute.Tensor) -> Tma:
 class SplitK:
     """A kernel of one configuration, in clusters of `CLUSTER` CTAs of nine warps, one CTA per SM:
 
-    * warps 0-7: two warpgroups, which compute every other tile, add the cluster's partial sums, and write results;
+    * warps 0-7: two MMA warpgroups, each of which computes every other tile, adds the cluster's partial sums, and writes results;
     * warp 8: the producer. It initialises the barriers, prefetches weights into L2 until the preceding kernel has ended (PDL), and
       then keeps the ring of weights full.
 
@@ -105,7 +109,7 @@ class SplitK:
     kernel is memory-bound: the ring's bytes in flight hide the latency of global memory, and most of a call's weights are in
     flight at once.
 
-    A kernel that is made from this class brings `compute`, and `load_columns` if TMA loads the tokens.
+    A subclass implements `compute`, and `load_columns` if TMA loads the tokens.
     """
 
     def __init__(self, config: Config) -> None:
@@ -125,9 +129,11 @@ class SplitK:
             empty: cute.struct.MemRange[Int64, c.stages]
             sums_full: cute.struct.MemRange[Int64, WARPGROUPS]
             sums_empty: cute.struct.MemRange[Int64, WARPGROUPS]
-            loaded: cute.struct.MemRange[Int64, 1]  # phases of the tokens' TMA loads
-            squared: cute.struct.MemRange[Int64, 1]  # the cluster's sums of squares have arrived
-            ended: cute.struct.MemRange[Int64, 1]  # the preceding kernel has ended
+            # Barriers, each with a single phase: the tokens' TMA loads have completed, the cluster's sums of squares have arrived,
+            # and the preceding kernel has ended.
+            loaded: cute.struct.MemRange[Int64, 1]
+            squared: cute.struct.MemRange[Int64, 1]
+            ended: cute.struct.MemRange[Int64, 1]
             squares: cute.struct.Align[cute.struct.MemRange[Float32, CLUSTER * c.tokens if self.squared else 0], 16]
             buffers: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUPS * c.buffer_floats], 16]
             columns: cute.struct.Align[cute.struct.MemRange[self.dtype, self.columns.size], 1024]
@@ -149,7 +155,7 @@ class SplitK:
 
     @cute.jit
     def run(self, call: Call, storage: Any, given: Any):
-        """Runs a warp. ``given``: arguments that only the kernel's own methods read."""
+        """Runs the role of the calling warp. ``given``: arguments that only `compute` and `load_columns` of the subclass read."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # Let the next kernel start as SMs become free. The next kernel's own griddepcontrol.wait waits for the end of this kernel.
         cute.arch.griddepcontrol_launch_dependents()
@@ -173,7 +179,8 @@ class SplitK:
 
     @cute.jit
     def await_kernel_before(self, storage: Any, warp: Int32):
-        """An MMA warp waits until the preceding kernel has ended (PDL). The first warp tells the producer."""
+        """An MMA warp waits until the preceding kernel has ended (PDL). The first warp then arrives on ``ended``, so that the
+        producer stops the prefetch."""
         cute.arch.griddepcontrol_wait()
         if warp == 0:
             with cute.arch.elect_one():
@@ -181,7 +188,8 @@ class SplitK:
 
     @cute.jit
     def init(self, call: Call, storage: Any):
-        """Initialises all barriers, and expects the first partial sums before any CTA may send them."""
+        """Initialises all barriers. Sets the expected bytes of each warpgroup's first partial sums, before any CTA can send them.
+        One lane calls this method."""
         pipe, sums = self.pipe(storage), self.sums(storage)
         for stage in cutlass.range_constexpr(self.config.stages):
             pipe.init(stage, 4)
@@ -217,10 +225,12 @@ class SplitK:
 
     @cute.jit
     def load(self, call: Call, storage: Any):
-        """Streams this CTA's blocks of all tiles into the ring. Both warpgroups' tiles take turns, block by block.
+        """Streams this CTA's blocks of all tiles into the ring. The blocks of the two warpgroups' tiles alternate.
 
-        So both warpgroups work at the same time. If one tile's blocks followed the other's, a warpgroup could wait for the use
-        after the next one of a stage. The phase of that use has the same parity as a phase that has ended.
+        So both warpgroups work at the same time. This order also keeps each wait for a stage valid. A wait for a phase is valid
+        only while the barrier is in this phase or the next one, because it names the phase by its parity. If all blocks of one tile
+        came before those of the other, the second warpgroup could wait for a fill of a stage that lies two fills ahead. The parity
+        of that phase is the parity of a phase that has ended, so the wait would return at once.
         """
         pipe = self.pipe(storage)
         boxes = self.ring.boxes(storage.ring, HALF)

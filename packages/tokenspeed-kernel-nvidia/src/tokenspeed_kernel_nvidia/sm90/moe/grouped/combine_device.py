@@ -67,8 +67,8 @@ class Slots:
 
 
 class CombineSlots:
-    """The kernel of one configuration: a grid of tokens by chunks of 2048 features, with 8 features a thread. The kernel is
-    memory-bound.
+    """The kernel of one configuration: a grid of tokens by chunks of 2048 features, with 8 features per thread. A thread issues the
+    loads of up to four slots before it adds them, in float32 and in slot order. The kernel is memory-bound.
     """
 
     def __init__(self, config: Combine):

@@ -1,7 +1,12 @@
 """Configurations of the kernels of `grouped`, and the functions that choose among them for a call.
 
-A *pair* is a (token, slot) combination with an expert. A *column* is the row of activations of a pair: the GEMMs are swap-AB. A
-*panel* is 64 rows of an expert's weights, a *strip* 16 of these rows, and a *k block* 64 elements of k.
+A *pair* is a (token, slot) combination with an expert. The GEMMs are swap-AB: weights are the MMA's rows (m). A *column* (n) is the
+row of activations of a pair. A *panel* of weights is 64 rows of an expert's weights, a *strip* 16 of these rows, and a *k block* 64
+elements of k. A *k step* is one or two k blocks. A *panel* of columns is 128 bytes of k of all columns of a tile; each column is a
+row of the 128-byte swizzle.
+
+A CTA has two ring buffers. A stage of the ring of weights has some k blocks of all of a tile's panels of weights. A stage of the
+ring of columns has one k step of all of a tile's columns.
 """
 
 from __future__ import annotations
@@ -14,30 +19,30 @@ from tokenspeed_kernel_nvidia.cutedsl.launch import DTYPES
 from tokenspeed_kernel_nvidia.cutedsl.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
-COLUMN_WARPS = 3  # warps that gather columns; one further warp streams weights
+COLUMN_WARPS = 3  # producer warps that gather columns; one further producer warp streams weights
 COLUMN_BYTES = 128  # bytes of a column in a panel of shared memory, which is one row of the 128-byte swizzle
 CHUNK = 32  # columns whose results a warpgroup stores at a time
 SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
 OTHER_BYTES = 1024  # shared memory for barriers
 MAX_EXPERTS = 384
-SORTING_CTAS = 8  # CTAs of the cluster that sorts many pairs
+SORTING_CTAS = 8  # CTAs of the cluster that sorts the pairs, if there are many
 MAX_TOP_K = 8
 PAIR = 2  # CTAs of a cluster, if two CTAs share columns (`Gemm.paired`)
 GROUP = 8  # columns that the swizzle permutes together; if columns are shared, each expert's columns begin at a multiple of this
 ROUNDED_TOGETHER = 16  # elements of a row that a thread converts at once
 RECORD = 4  # int32 fields of a tile's record in the schedule
 
-# Kinds of GEMM inputs. `PLAIN`: rows as given. `CODES`: float8_e4m3fn with a scale for each row. `VALUES`: the quantised values of
-# `CODES`, stored in 16 bits. `PARTS`: split into two float8_e4m3fn values that together represent a bfloat16 exactly, unless it is
-# small (see `EXACT_FROM`).
+# Kinds of GEMM inputs (activations). `PLAIN`: rows as given, 16-bit MMAs. `CODES`: float8_e4m3fn with a scale for each row, fp8
+# MMAs. `VALUES`: the quantised values of `CODES`, stored in 16 bits, 16-bit MMAs. `PARTS`: each element is split into two
+# float8_e4m3fn values, fp8 MMAs. The two together represent a bfloat16 exactly, unless it is small (see `EXACT_FROM`).
 PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
-# float32 rows that may exceed float16's range. Each row is divided by a power of two and converted to float16. The MMAs treat such
-# rows like `VALUES`.
+# Converted from float32 rows that may exceed float16's range: each row is divided by a power of two, its scale, and rounded to
+# float16. The GEMM treats such rows like `VALUES`.
 FITTED = "fitted"
 SPLIT = 2  # fp8 values into which `PARTS` splits an element
 REST = 16.0  # factor by which the second of the two values, the remainder, is multiplied
-# `PARTS` scales a row's elements to below 256. Nonzero scaled elements below EXACT_FROM are inexact. A row is recomputed if more
-# than 1 / SMALL_DIVISOR of its elements are inexact.
+# `PARTS` scales each row so that its amax is at least 128 and below 256. Nonzero scaled elements below EXACT_FROM are inexact. A
+# row is recomputed with 16-bit MMAs if more than 1 / SMALL_DIVISOR of its elements are inexact.
 EXACT_FROM, SMALL_DIVISOR = 2.0**-6, 4
 
 
@@ -46,12 +51,12 @@ class Tile:
     """The shape of the tile of a GEMM that a CTA computes at a time, rows of weights by columns.
 
     Attributes:
-        warpgroups: number of MMA warpgroups, each of which has 64 rows of weights for each strip of a warp.
-        widths: the numbers of columns for which mainloops are compiled, ascending. A tile uses the first width that holds its
-            columns.
+        warpgroups: number of MMA warpgroups. Each has ``strips`` panels of weights.
+        widths: the numbers of columns (the MMA's n) for which mainloops are compiled, ascending. A tile uses the first width that
+            holds its columns.
         k_step: number of k blocks in a *k step*: blocks of weights that are dequantised and multiplied together.
-        blocks: number of k blocks in a pipeline stage of weights. Narrow tiles are memory-bound, so long copies suit them better.
-        column_blocks: number of panels of columns in the ring buffer, see `Gemm.panels`.
+        blocks: number of k blocks in a stage of the ring of weights.
+        column_blocks: number of panels of columns in all stages of the ring of columns together, see `Gemm.panels`.
         registers: registers of an MMA thread.
         strips: number of strips of an MMA warp. A strip has 16 rows of weights; each strip of a warp belongs to another panel of 64
             rows. For more than one strip, see `panel_device`.
@@ -68,10 +73,10 @@ class Tile:
     by_warps: int = 0
 
 
-# The tiles, by their maximum number of columns. Both projections of GPT-OSS have multiples of 192 rows of weights. The comments
-# give the microseconds of all kernels of a call together, for a layer of GPT-OSS-120B on an H200. With 8192 tokens, the layer ran
-# at the power limit, between 1.7 and 1.9 GHz. Dequantising a part of a k step after each MMA was slower than dequantising the whole
-# k step after its last MMA.
+# The tiles, by their maximum number of columns. The comments give the microseconds of all kernels of a call together, for a layer
+# of GPT-OSS-120B on an H200. Both of its projections have multiples of 192 rows of weights. With 8192 tokens, the layer ran at the
+# power limit, between 1.7 and 1.9 GHz. Dequantising a part of the next k step after each MMA was slower than dequantising all of it
+# after the last MMA is issued.
 _TILES = {
     # For `PARTS` (elements split into two fp8 values). Times: see `_SPLIT_PAIRS`.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
@@ -94,7 +99,8 @@ _TILES = {
 }
 SPLIT_COLUMNS, FEW_ROUNDED_COLUMNS = 24, 40
 FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 48, 96, 144, 160, 288
-# The supported tiles of each kind of inputs, by their maximum number of columns. fp8 MMAs need twice the accumulator registers.
+# The supported tiles of each kind of inputs, by their maximum number of columns. The widest tiles are not for fp8 MMAs, which need
+# twice the accumulator registers: partial sums are accumulated separately, see `Gemm.promoted`.
 SUPPORTED = {
     PLAIN: (FEWEST_COLUMNS, FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
     CODES: (FEW_ROUNDED_COLUMNS, ROUNDED_COLUMNS),
@@ -107,8 +113,8 @@ _SORTED_ALONE = 2048  # maximum number of pairs that one CTA sorts alone
 # The largest mean number of pairs per expert for which `PARTS` is used. A layer of GPT-OSS-120B on an H200, with `PARTS` and
 # without it: 447 and 517 us for 128 tokens, 453 and 493 for 256, 506 and 594 for 384, 597 and 635 for 512 (16 pairs per expert).
 _SPLIT_PAIRS = 16
-_FEWEST_PAIRS = 32  # up to this mean of pairs per expert, tiles are narrowest
-_FEW_PAIRS = 84  # up to this mean of pairs per expert, tiles are narrow
+_FEWEST_PAIRS = 32  # up to this mean of pairs per expert, tiles have at most `FEWEST_COLUMNS` columns
+_FEW_PAIRS = 84  # up to this mean of pairs per expert, tiles have at most `FEW_COLUMNS` columns
 # Mean pairs per expert up to which fp8 activations use `FEW_ROUNDED_COLUMNS`. A layer of GPT-OSS-120B on an H200, in us, with these
 # columns and with 16-bit MMAs in tiles of 48 columns: 432 and 530 for 256 tokens (8 pairs per expert), 486 and 626 for 512, 655 and
 # 678 for 1024.
@@ -146,8 +152,8 @@ class Gemm:
         repairs: whether the GEMM recomputes only the tiles that have a column which `PARTS` cannot represent. A negative scale
             marks such a column.
         paired: whether the two CTAs of a cluster compute the same tile of columns, for neighbouring tiles of weights. Each CTA then
-            loads half of the columns and multicasts them to both, so L2 is read half as often. The columns are packed, see
-            `packing_device`.
+            loads half of the columns and multicasts them to both, so columns are read from L2 half as often. The columns are
+            packed, see `packing_device`.
     """
 
     dtype: str
@@ -170,7 +176,7 @@ class Gemm:
 
     @property
     def bytewise(self) -> bool:
-        """Whether the kernel uses fp8 MMAs."""
+        """Whether columns are fp8, and the kernel uses fp8 MMAs."""
         return self.inputs in (CODES, PARTS)
 
     @property
@@ -185,7 +191,8 @@ class Gemm:
 
     @property
     def slots(self) -> int:
-        """The number of MMA columns for each column of the tile: one for each of the two fp8 values of `PARTS`, otherwise one."""
+        """The number of MMA columns for each column of the tile: two with `PARTS`, one for each of the two fp8 values of an
+        element; otherwise one."""
         return SPLIT if self.inputs == PARTS else 1
 
     @property
@@ -225,10 +232,11 @@ class Gemm:
 
     @property
     def promoted(self) -> bool:
-        """Whether every two k steps are accumulated separately and then added to the accumulators in registers (promotion).
+        """Whether wgmma accumulates over two k steps at most, and the lanes add these partial sums to float32 sums in registers
+        (promotion).
 
         wgmma keeps about 14 bits of an fp8 accumulator. Without promotion, the error was 2.4e-2, twice the error of `VALUES`
-        (1.2e-2).
+        (1.2e-2). Mainloops with several panels scale the partial sums of each half block, and so promote them anyway.
         """
         return self.bytewise and not self.several_panels
 
@@ -239,7 +247,7 @@ class Gemm:
 
     @property
     def panels(self) -> int:
-        """The number of panels in a stage of the ring of columns; such a panel has 128 bytes of every column."""
+        """The number of panels of columns in a stage of the ring of columns. Such a panel has 128 bytes of every column."""
         return self.k_step // 2 if self.bytewise else self.k_step
 
     @property
@@ -276,7 +284,7 @@ class Gemm:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of shared memory for the staging buffers from which results are stored, two for each MMA warpgroup."""
+        """Bytes of shared memory for the epilogue's staging buffers, two for each MMA warpgroup, each for `CHUNK` columns."""
         return 2 * self.tile.warpgroups * CHUNK * self.store_bytes
 
     @property
@@ -305,9 +313,9 @@ class Rounding:
     Attributes:
         dtype: the name of the activations' dtype.
         result: the kind of inputs to make: `CODES`, `VALUES` (in ``dtype``), `PARTS` (``dtype`` must be bfloat16), or `FITTED`.
-        early: whether rows are converted while the preceding kernel runs; this kernel then waits for that kernel at its own end
-            (PDL). This requires that the preceding kernel does not write the rows. That kernel must also have waited for all
-            earlier kernels before it triggered this kernel.
+        early: whether rows are converted while the preceding kernel runs (PDL). This requires that the preceding kernel does not
+            write the rows. That kernel must also have waited for all earlier kernels before it triggered this kernel. At its end,
+            this kernel waits for that kernel, so that later kernels need to wait for this kernel only.
         wide: whether the rows to convert are float32.
         packed: whether the results are packed columns, see `packing_device`. ``result`` is then `CODES`, or `PLAIN` for a copy.
     """
@@ -336,17 +344,17 @@ class Combine:
 
 
 def inputs_for(dtype: str, pairs: int, experts: int) -> tuple[str, ...]:
-    """Returns the kinds of inputs of the GEMMs for a number of (token, slot) pairs, if the plan does not quantise activations."""
+    """Returns the kinds of inputs of the GEMMs for a number of (token, slot) pairs, if activations are not fp8."""
     return (PARTS,) if dtype == "bfloat16" and pairs <= _SPLIT_PAIRS * experts else (PLAIN,)
 
 
 def is_few_rounded(pairs: int, experts: int) -> bool:
-    """Returns whether fp8 activations use `FEW_ROUNDED_COLUMNS` for a number of pairs."""
+    """Returns whether a call with fp8 activations and this number of pairs uses tiles of `FEW_ROUNDED_COLUMNS`."""
     return pairs <= _FEW_ROUNDED_PAIRS * experts
 
 
 def codes_for(pairs: int, experts: int) -> bool:
-    """Returns whether fp8 activations use fp8 MMAs for a number of pairs."""
+    """Returns whether a call with fp8 activations and this number of pairs uses fp8 MMAs: for few and for many pairs per expert."""
     return is_few_rounded(pairs, experts) or pairs > _VALUE_PAIRS * experts
 
 

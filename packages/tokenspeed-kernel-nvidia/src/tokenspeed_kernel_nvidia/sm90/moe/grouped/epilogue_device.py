@@ -41,14 +41,15 @@ def at_most(x: Float32, bound: Float32) -> Float32:
 
 
 class Epilogue(Shapes):
-    """The part of a work item that follows the mainloop, the same for all mainloops: `store_panel`. Also the loads of the columns'
-    scales, which begin before the mainloop."""
+    """The epilogue, `store_panel`, which is the same for all mainloops. The columns' scales, which the epilogue needs, are loaded
+    before the mainloop (`load_scales`)."""
 
     # -- scales of columns -----------------------------------------------------------------------------------------------------
 
     @cute.jit
     def load_scales(self, call: Call, item: Item, thread: Int32, width: cutlass.Constexpr[int]) -> list:
-        """Loads this thread's share of the columns' scales from global memory, before the mainloop, which hides the latency."""
+        """Loads this thread's share of the columns' scales from global memory. The mainloop follows, and hides the latency. Returns
+        one scale for every 128 columns, none if columns have no scales. ``thread``: the index of the thread in its warpgroup."""
         scales = []
         if const_expr(self.config.scaled):
             for turn in cutlass.range_constexpr(-(-width // 128)):
@@ -258,4 +259,5 @@ class Epilogue(Shapes):
 
     @cute.jit
     def sync_warpgroup(self, wg: Int32):
+        """Waits at a named barrier for all threads of the warpgroup with index ``wg``."""
         cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)

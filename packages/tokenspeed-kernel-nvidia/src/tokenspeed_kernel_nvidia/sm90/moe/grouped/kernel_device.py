@@ -39,16 +39,19 @@ def fake_arguments(config: Gemm) -> tuple[Any, ...]:
 class GroupedGemm(Loader, Consumers):
     """A grouped GEMM of one configuration.
 
-    The kernel runs n persistent CTAs, one per SM. CTA i computes work item i and every n-th item after it. Roles:
+    The kernel runs n persistent CTAs, one per SM. CTA i computes work item i and every n-th item after it. A work item is a tile of
+    columns by a tile of rows of one expert's weights. Roles:
 
-    * warpgroup 0 releases registers. Warp 0 streams weights by bulk copies, one lane for each panel of a tile. Warps 1 to 3 gather
-      the rows of tokens (the columns of the MMA) by cp.async;
-    * warpgroups 1 to 2 or 3 dequantise weights to A fragments in registers and issue MMAs. They also apply scales, bias and
-      activation, and store results through a buffer in shared memory.
+    * warpgroup 0, the producer warps, releases registers. Warp 0 streams weights by bulk copies, one lane for each panel of a tile.
+      Warps 1 to 3 gather the rows of activations (the columns of the MMA) by cp.async. If columns are packed, warp 1 alone copies
+      them by multicast bulk copies;
+    * warpgroups 1 to 2 or 3, the MMA warps, dequantise weights to A fragments in registers and issue MMAs. They also run the
+      epilogue: scales, bias and activation, and stores through a buffer in shared memory.
 
-    Shared memory holds a ring buffer of columns, the columns' scales, and result buffers. A ring buffer of weights takes the
-    remaining memory (227 KB in all). While a k step is multiplied, the same warps dequantise the next k step. Narrow tiles are
-    limited by memory and by dequantisation, wide tiles by MMAs and dequantisation.
+    The two rings have barriers of their own, because a stage of weights may hold several k steps. Shared memory holds the ring of
+    columns, the columns' scales, and the epilogue's buffers. The ring of weights takes the remaining memory (227 KB in all). While
+    the MMAs of a k step run, the same warps dequantise the next k step. Narrow tiles are limited by memory and by dequantisation,
+    wide tiles by MMAs and dequantisation.
     """
 
     @cute.jit
@@ -99,9 +102,9 @@ class GroupedGemm(Loader, Consumers):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        # Nothing above depends on the preceding kernel (PDL). When the second GEMM begins, the first GEMM has already waited for
-        # the schedule. So the second GEMM waits only before it reads columns and their scales. Loads of the second GEMM's weights
-        # start earlier.
+        # Nothing above depends on the preceding kernel (PDL). The first GEMM waits here, because it needs the schedule. The second
+        # GEMM can be launched only after the first GEMM has waited for the schedule. So it starts to load weights at once, and
+        # waits in `work`, before it reads columns and their scales.
         if const_expr(c.gated or c.repairs):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()

@@ -1,18 +1,20 @@
 """MoE experts for many tokens, with mxfp4 weights, on Hopper: two grouped GEMMs, and a weighted sum over slots.
 
-(token, slot) pairs are sorted by expert on the device and divided into tiles of several widths, the widest first. Because the
-device sorts the pairs, a captured graph stays valid when the routing changes. Both GEMMs are swap-AB: weights, dequantised in
-registers, are the A operand, and pairs are the columns. A tile is 128 or 192 rows of weights by many columns, or 576 rows by few
-columns. With 576 rows, a warpgroup processes three panels of weights in turn. The row counts of both GPT-OSS projections are
-multiples of 192 and of 576. In a CTA, one producer warp streams weights by bulk copies, and three warps gather the columns of
-tokens. Two or three warpgroups issue MMAs. Bias and activation are applied in registers, because one thread has gate and up of a
-feature. A separate kernel sums over slots, in slot order.
+A call launches several kernels. The first sorts the (token, slot) pairs by expert and divides them into tiles of columns, the
+widest first. The device sorts the pairs, so a captured graph stays valid when the routing changes. The two GEMMs follow, each after
+a kernel that converts its input rows, if they need conversion. The last kernel sums over slots, in slot order.
+
+Both GEMMs are swap-AB: weights, dequantised in registers, are the A operand, and pairs are the columns. A work item is one tile of
+columns by 128, 192, 384 or 576 rows of an expert's weights: few rows with many columns, many rows with few columns. With 384 and
+576 rows, a warpgroup processes two or three panels of weights. The row counts of both GPT-OSS projections are multiples of 192 and
+of 576. In a CTA, one producer warp streams weights by bulk copies, and three warps gather the columns. Two or three warpgroups
+issue MMAs. Bias and activation are applied in registers, because one thread has gate and up of a feature.
 
 With few pairs, dequantising weights would take most of the time. A kernel before each GEMM then splits bfloat16 values into two
 float8_e4m3fn values, which together represent all but small values exactly (`PARTS`). The MMAs are then fp8, for which dequantising
 the weights takes a third of the instructions. Block scales multiply the partial sums over 32 elements of k. Rows with outliers lose
-small values. If a row loses more than a quarter of its elements in this way, one more kernel recomputes the row's tiles with 16-bit
-MMAs.
+small values. If more than a quarter of a row's elements are too small, one more kernel after the GEMM recomputes the row's tiles
+with 16-bit MMAs.
 
 With fp8 activations, a kernel before each GEMM quantises its rows. With a mean of up to 32 pairs per expert, all experts use fp8
 MMAs. With up to 56, all experts use 16-bit MMAs on the quantised values. With more, experts whose weights float8_e5m2 represents
@@ -98,6 +100,7 @@ def combine_program(config: Combine) -> tuple[Any, tuple[Any, ...]]:
 
 @program(arch=ARCH, configs=every_rounding)
 def rounding_program(config: Rounding) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the kernel that converts a GEMM's input rows, to rows or to packed columns, and its placeholder arguments."""
     from tokenspeed_kernel_nvidia.sm90.moe.grouped import packing_device, rounding_device
 
     if config.packed:
@@ -156,7 +159,12 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
 
 
 class Memory:
-    """The buffers between the kernels of a single call: parts of one allocation, numbered from 0."""
+    """The buffers between the kernels of a single call: parts of one allocation, numbered from 0.
+
+    Attributes:
+        offsets: the offset in bytes of each part, and at the end the number of bytes of all parts.
+        bytes: the allocation, uint8.
+    """
 
     def __init__(self, device: torch.device, lengths: list[int]) -> None:
         self.offsets = [0]
@@ -165,9 +173,11 @@ class Memory:
         self.bytes = torch.empty(self.offsets[-1], dtype=torch.uint8, device=device)
 
     def at(self, part: int) -> int:
+        """Returns the address of a part."""
         return self.bytes.data_ptr() + self.offsets[part]
 
     def rows(self, part: int, dtype: torch.dtype, count: int, k: int) -> Tensor:
+        """Returns a part as a tensor ``[count, k]``."""
         begin = self.offsets[part]
         return self.bytes[begin : begin + count * k * dtype.itemsize].view(dtype).view(count, k)
 
@@ -184,9 +194,14 @@ def moe_apply_many(
     inputs: tuple[str, ...] | None = None,
     exact: Tensor | None = None,
 ) -> Tensor:
-    """Runs `moe_apply` on checked arguments, with weights in the layout of `mxfp4.layout`.
+    """Computes `moe_apply` of arguments that the operator has checked. Returns the output: ``out``, or a new tensor like ``x``.
 
     Args:
+        x: bfloat16 or float16 ``[tokens, hidden]``. Rows that are not aligned are copied.
+        weights: the experts' weights in the layout of `mxfp4.layout`.
+        topk_weights, topk_ids: float32 and int32 ``[tokens, top_k]``. A negative id skips the slot.
+        plan: the layer's sizes and options.
+        out: receives the output, if given.
         columns: the maximum number of columns of a tile, one of the numbers in `config`. None chooses by the number of pairs. At
             most `MANY_COLUMNS` is used if results of the activation function may exceed float16's range.
         inputs: the kinds of GEMM inputs: `PLAIN` (as given), `CODES` (fp8), `VALUES` (fp8 values in 16 bits) or `PARTS` (two fp8
@@ -197,7 +212,7 @@ def moe_apply_many(
             None if ``inputs`` has only one kind.
     """
     tokens, hidden = x.shape
-    pairs, experts, between = tokens * plan.top_k, plan.num_experts, plan.intermediate_size
+    pairs, experts, intermediate = tokens * plan.top_k, plan.num_experts, plan.intermediate_size
     written = to_write(out, x, x.shape)
     if not pairs:
         return deliver(written, out)
@@ -213,24 +228,26 @@ def moe_apply_many(
     programs = _programs_of(x.dtype, columns, inputs, wide, x.get_device())
     tiles = most_tiles(pairs, experts, columns)
     # Bytes of the buffers for converted rows, one buffer for each kind of inputs. Both GEMMs use the same buffers.
-    most = max(tokens * hidden, pairs * between)
+    most = max(tokens * hidden, pairs * intermediate)
     activated_as = torch.float32 if wide else x.dtype
     results_as = torch.float32 if x.dtype == torch.float16 else x.dtype
-    lengths = [pairs * between * activated_as.itemsize, pairs * hidden * results_as.itemsize]
+    lengths = [pairs * intermediate * activated_as.itemsize, pairs * hidden * results_as.itemsize]
     lengths += [pairs * 4, pairs * 4, tiles * RECORD * 4, 4, pairs * 4]
     needed = [most * _ROUNDED_BYTES[kind] if kind != PLAIN or wide else 0 for kind in inputs]
     memory = Memory(x.device, lengths + needed)
-    activated, results = memory.rows(0, activated_as, pairs, between), memory.rows(1, results_as, pairs, hidden)
+    activated, results = memory.rows(0, activated_as, pairs, intermediate), memory.rows(1, results_as, pairs, hidden)
     sources, positions, tiles_at, tile_count, scales = (memory.at(part) for part in range(2, 7))
     limit = math.inf if plan.limit is None else plan.limit
     swiglu = plan.alpha, limit, plan.beta
     schedule = sources, tiles_at, tile_count
-    given = aligned(x)  # a copy must precede the schedule kernel: the first conversion overlaps the kernel before it
+    # If x must be copied, do it before the schedule kernel. The first conversion overlaps the kernel that precedes it (PDL), so
+    # that kernel must not write the rows.
+    given = aligned(x)
     programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts, columns, 1)
     exact_at = 0 if exact is None else exact.data_ptr()
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
     for second, (rows, result, weight, features) in enumerate(
-        ((given, activated, w13, 2 * between), (activated, results, w2, hidden))
+        ((given, activated, w13, 2 * intermediate), (activated, results, w2, hidden))
     ):
         for part, (kind, rounding, gemms) in enumerate(zip(inputs, programs.rounding, programs.gemms, strict=True)):
             gemm_input = rows
@@ -259,7 +276,7 @@ def moe_apply_rounded(
     codes: bool | None = None,
     columns: int | None = None,
 ) -> Tensor:
-    """Runs `moe_apply_many` with fp8 activations.
+    """Runs `moe_apply_many` with fp8 activations. ``weights`` must be `RoundedWeights`; otherwise raises TypeError.
 
     Args:
         codes: True uses fp8 MMAs for experts whose weights float8_e5m2 represents exactly. False uses 16-bit MMAs on the quantised

@@ -1,5 +1,7 @@
-"""The producer warps of `kernel_device`. One warp streams panels (64 rows each) of weights, the other warps gather columns (rows of
-activations)."""
+"""The producer warps of `kernel_device`. One warp streams panels (64 rows each) of weights by bulk copies. The other warps gather
+columns (rows of activations) by cp.async, because in the first GEMM, the rows of an expert's pairs are scattered. If columns are
+packed, one warp copies them by bulk copies.
+"""
 
 # mypy: ignore-errors
 
@@ -42,7 +44,7 @@ class Loader(Shapes):
             panel = item.strip // PANEL_STRIPS
             panels = cutlass.min(call.panels - panel, c.panels_of_rows)
             if const_expr(c.paired):
-                panels = cutlass.max(panels, 0)  # of an odd number of tiles, the last CTA has none
+                panels = cutlass.max(panels, 0)  # if the number of tiles is odd, the second CTA has no panels in the last item
             source = call.weights + (Int64(item.expert) * call.panels + panel + lane) * panel_bytes
             # A panel's head is copied with its first blocks.
             head = Int32(PANEL_HEAD_BYTES)
@@ -64,8 +66,8 @@ class Loader(Shapes):
 
     @cute.jit
     def load_columns(self, call: Call, storage: Any, warp: Int32):
-        """Gathers the columns of all of this CTA's work items into the ring of columns. The gathering warps take turns, four
-        columns each.
+        """Gathers the columns of all of this CTA's work items into the ring of columns. The gathering warps take four columns each,
+        round-robin.
 
         In a panel, a column is a row of 128 bytes in the 128-byte swizzle: its 16-byte chunks are permuted by the column index
         modulo 8.
@@ -91,11 +93,12 @@ class Loader(Shapes):
             item = self.read_item(call, index)
             self.find_columns(call, item, own, offsets)
             source = call.rows + chunk16 * CHUNK_BYTES
-            # In the last stage, elements beyond k are zero-filled, because NaN times a zero weight would be NaN.
+            # In the last stage, elements beyond k are zero-filled. Their weights are zeros, but stale memory may hold NaN, and NaN
+            # times zero is NaN.
             left = call.k - chunk16 * numbers
             for _ in cutlass.range(stages if item.count > 0 else 0, unroll=1):
                 pipe.acquire(at)
-                # `opt_barrier` hides the addresses from the compiler, which would otherwise recompute the addresses for each copy.
+                # `opt_barrier` hides how the addresses are computed. Otherwise the compiler would recompute them for each copy.
                 in_stage = [opt_barrier(address + at.stage * c.column_bytes) for address in addresses]
                 for panel in cutlass.range_constexpr(c.panels):
                     count = Int32(CHUNK_BYTES) if left > 0 else Int32(0)

@@ -1,8 +1,10 @@
-"""The MMA warpgroups of `kernel_device`: the loop over work items, and the mainloop for one panel (64 rows of weights) per
-warpgroup, which dequantises weights to registers and issues MMAs. `warp_device` and `panel_device` have the other mainloops,
-`epilogue_device` the epilogue of all.
+"""The MMA warpgroups of `kernel_device`: the loop over work items, and the mainloop for wide tiles, with one panel (64 rows of
+weights) per warpgroup. `panel_device` has the mainloops for several panels per warpgroup, `warp_device` the mainloop for few
+columns, and `epilogue_device` the epilogue of all.
 
-Weights are the A operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of the warpgroup's 64 rows.
+Weights are the A operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of the warpgroup's 64 rows. The
+mainloop is software-pipelined: while the wgmmas of a k step run, the warps dequantise the weights of the next k step to the other
+of two sets of A registers, and load the words of the k step after it from shared memory.
 """
 
 # mypy: ignore-errors
@@ -41,7 +43,8 @@ class Consumers(WarpMainloop, PanelMainloop):
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """Runs an MMA warp: computes and stores its warpgroup's panels (64 rows of weights each) of all the CTA's items."""
+        """Runs an MMA warp: computes and stores its warpgroup's panels (64 rows of weights each) of all of the CTA's items. Each
+        item uses the mainloop of the smallest width that holds its columns. An item without columns is skipped."""
         index, items = self.items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
@@ -97,6 +100,10 @@ class Consumers(WarpMainloop, PanelMainloop):
     ):
         """Computes and stores this warpgroup's panel of a work item with at most ``width`` columns. Returns the positions of the
         next item's first stages in the rings of weights and columns.
+
+        Args:
+            left: two sets of A registers.
+            weights, columns: the positions of the item's first stages in the rings.
         """
         c = self.config
         # Values derived from the thread index are recomputed here. Otherwise the values would occupy registers in the loops of all
@@ -145,6 +152,13 @@ class Consumers(WarpMainloop, PanelMainloop):
     ):
         """The mainloop: accumulates the MMAs of all of an item's k steps in ``totals``. Returns the positions of the next item's
         first stages in the rings of weights and columns.
+
+        Args:
+            mma: the tiled wgmma.
+            totals: the accumulators, one for each wgmma side by side.
+            left: two sets of A registers, for even and odd k steps.
+            right: for each wgmma side by side, the B operand, all stages of the ring of columns.
+            slot: shared-memory address of this warp's strip in the first stage of the ring of weights.
         """
         c = self.config
         acc = totals
@@ -240,7 +254,7 @@ class Consumers(WarpMainloop, PanelMainloop):
     ):
         """Issues the MMAs of a dequantised k step, and dequantises the weights of the next k step meanwhile.
 
-        Barriers are polled long before they are waited for, because a wait alone takes a hundred cycles.
+        Full barriers are polled long before the data are needed, because even a wait that succeeds at once takes a hundred cycles.
 
         Args:
             left: A registers with this k step's dequantised weights.
@@ -338,7 +352,7 @@ class Consumers(WarpMainloop, PanelMainloop):
             words.append(load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane // 4 * 4 + CODE_BYTES, 1))
         if const_expr(c.k_step == 2):
             if last and call.blocks % 2 == 1:
-                words[-1] = Uint32(0)  # zero scales: the missing block counts as zeros
+                words[-1] = Uint32(0)  # zero scales make the weights of the missing block zeros
         return words
 
     @cute.jit

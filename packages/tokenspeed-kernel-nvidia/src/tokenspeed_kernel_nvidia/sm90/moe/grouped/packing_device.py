@@ -1,9 +1,10 @@
 """The device code of `grouped` that makes packed columns. Packed columns are the rows of activations, sorted by expert like the
 pairs, in the layout that the ring of columns has in shared memory.
 
-Packed columns are panels of 128 bytes of k: ``[panel, row, 128 bytes]``. Consecutive rows are adjacent, so one bulk copy moves all
-columns of a tile, and it can multicast them. In a row of 128 bytes, the eight 16-byte chunks are permuted by the row's index modulo
-8, as in the 128-byte swizzle of shared memory. Each expert's rows begin at a multiple of 8. The last panel is zero-padded.
+Packed columns are panels of 128 bytes of k: ``[panel, row, 128 bytes]``. Consecutive rows are adjacent, so one bulk copy moves many
+columns of a tile, for one panel, and it can multicast them. In a row of 128 bytes, the eight 16-byte chunks are permuted by the
+row's index modulo 8, as in the 128-byte swizzle of shared memory. Each expert's rows begin at a multiple of 8. The last panel is
+zero-padded.
 """
 
 # mypy: ignore-errors
@@ -67,10 +68,10 @@ class Packing:
         packed: receives the packed columns.
         rows: number of rows of a panel of packed columns.
         scales: float32 ``[rows]``, receives the scales of quantised rows.
-        positions: int32 ``[rows given, top_k]``, the packed rows that receive a row given; negative for none. If the address is 0,
+        positions: int32 ``[input rows, top_k]``, the packed rows that receive an input row; negative for none. If the address is 0,
             a row keeps its index.
         top_k: at most `MAX_TOP_K`.
-        k: number of elements of a row given.
+        k: number of elements of an input row.
     """
 
     given: Int64
@@ -84,7 +85,7 @@ class Packing:
 
 
 class PackRows(RoundRows):
-    """The kernel for one configuration: a CTA of four warps for each row given. The kernel is memory-bound."""
+    """The kernel for one configuration: a CTA of four warps for each input row. The kernel is memory-bound."""
 
     @cute.jit
     def __call__(
@@ -103,6 +104,9 @@ class PackRows(RoundRows):
 
     @cute.kernel
     def pack(self, packing: Packing):
+        """Packs one input row: stores it to each of its packed rows, up to `MAX_TOP_K`. So a token is read, and quantised, once for
+        all of its pairs."""
+
         @cute.struct
         class Storage:
             largest: cute.struct.MemRange[Uint32, WARPS]
@@ -155,7 +159,7 @@ class PackRows(RoundRows):
 
     @cute.jit
     def write_packed(self, packing: Packing, targets: cute.Tensor, group: Int32, words: cute.Tensor, scale: Float32):
-        """Stores a group of 16 elements in all packed rows of the row given: quantised in one chunk, or as given in two."""
+        """Stores a group of 16 elements in all packed rows of the input row: quantised in one chunk, or unchanged in two."""
         chunks = [[words[4 * half + at] for at in range(4)] for half in range(2)]
         if const_expr(self.config.result == CODES):
             chunks = [self.codes_of(words, scale)]

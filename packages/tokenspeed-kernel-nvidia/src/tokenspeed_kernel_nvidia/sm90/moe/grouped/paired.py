@@ -1,11 +1,13 @@
 """MoE experts for many tokens, where two CTAs of a cluster share columns: the launches of `moe_apply` with `Gemm.paired` GEMMs.
 
-With many columns, the bytes that SMs read from L2 bound the GEMMs of `launch`. Each tile reads its own weights and columns. A layer
-of GPT-OSS-120B with 8192 tokens reads 14.4 GB with bfloat16 activations, which would take 2.5 ms at 5.7 TB/s, and 9.8 GB with fp8
-activations. So the CTAs of a cluster compute the same tile of columns for neighbouring tiles of weights, and each loads half of the
-columns for both: 8.1 GB and 6.6 GB. cp.async, which gathers columns in `launch`, cannot multicast. So a kernel packs the columns of
-the first GEMM (`packing_device`). The same kernel quantises the columns of both GEMMs if activations are fp8. Otherwise the first
-GEMM stores its results packed.
+With many columns, the GEMMs of `launch` are bound by the bytes that SMs read from L2: each work item reads its own weights and
+columns. A layer of GPT-OSS-120B with 8192 tokens reads 14.4 GB with bfloat16 activations, which would take 2.5 ms at 5.7 TB/s, and
+9.8 GB with fp8 activations. So the two CTAs of a cluster compute the same tile of columns for neighbouring tiles of weights. Each
+CTA loads half of the columns, and multicasts them to both. The layer then reads 8.1 GB and 6.6 GB.
+
+cp.async, which gathers columns in `launch`, cannot multicast, but bulk copies can. So a kernel first gathers the columns of the
+first GEMM in the layout of shared memory (`packing_device`). With fp8 activations, this kernel also quantises the columns, for both
+GEMMs. Otherwise the first GEMM stores its results packed, as columns of the second.
 """
 
 from __future__ import annotations
@@ -90,8 +92,9 @@ def packed_bytes(rows: int, k: int, kind: str) -> int:
 def moe_apply_paired(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None = None
 ) -> Tensor:
-    """Runs `moe_apply` on checked arguments that `config.can_pair` accepts, with weights in the layout of `mxfp4.layout`."""
-    (tokens, hidden), between = x.shape, plan.intermediate_size
+    """Computes `moe_apply` like `launch.moe_apply_many`, for sizes and dtypes that `config.can_pair` accepts. With fp8 activations,
+    float8_e5m2 must represent the weights of all experts exactly. For the arguments see `launch.moe_apply_many`."""
+    (tokens, hidden), intermediate = x.shape, plan.intermediate_size
     pairs, experts = tokens * plan.top_k, plan.num_experts
     written = to_write(out, x, x.shape)
     if not pairs:
@@ -101,9 +104,9 @@ def moe_apply_paired(
     rows, columns = rows_of(pairs, experts), PAIRED[kind]
     tiles = most_tiles(pairs, experts, columns)
     # Quantised columns of both GEMMs use the same memory. The first GEMM's results that are not quantised are packed columns, too.
-    packed = max(packed_bytes(rows, k, kind) for k in (hidden, between))
-    activated = packed_bytes(rows, between, kind) if kind == PLAIN else rows * between * x.itemsize
-    lengths = [packed, activated, rows * hidden * x.itemsize]
+    columns_bytes = max(packed_bytes(rows, k, kind) for k in (hidden, intermediate))
+    activated_bytes = packed_bytes(rows, intermediate, kind) if kind == PLAIN else rows * intermediate * x.itemsize
+    lengths = [columns_bytes, activated_bytes, rows * hidden * x.itemsize]
     memory = Memory(x.device, [*lengths, rows * 4, pairs * 4, tiles * RECORD * 4, 4, rows * 4])
     packed_at, _, _, sources, positions, tiles_at, tile_count, scales = map(memory.at, range(8))
     results = memory.rows(2, x.dtype, rows, hidden)
@@ -112,15 +115,16 @@ def moe_apply_paired(
     programs.schedule(topk_ids, sources, positions, tiles_at, tile_count, experts, columns, GROUP)
     common = scales, 0, sources, tiles_at, tile_count
     swiglu = plan.alpha, limit, plan.beta
-    item = torch.uint8 if kind == CODES else x.dtype
+    packed_dtype = torch.uint8 if kind == CODES else x.dtype
     programs.pack(given, packed_at, rows, scales, positions, plan.top_k)
-    between_rows = memory.rows(1, x.dtype, rows, between)
+    activated = memory.rows(1, x.dtype, rows, intermediate)
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
-    programs.w13(memory.rows(0, item, rows, hidden), between_rows, w13, *common, 2 * between // STRIP, programs.ctas, *swiglu)
-    columns_of_w2 = between_rows
+    columns_of_w13 = memory.rows(0, packed_dtype, rows, hidden)
+    programs.w13(columns_of_w13, activated, w13, *common, 2 * intermediate // STRIP, programs.ctas, *swiglu)
+    columns_of_w2 = activated
     if kind == CODES:
-        programs.pack(between_rows, packed_at, rows, scales, 0, plan.top_k)
-        columns_of_w2 = memory.rows(0, item, rows, between)
+        programs.pack(activated, packed_at, rows, scales, 0, plan.top_k)
+        columns_of_w2 = memory.rows(0, packed_dtype, rows, intermediate)
     programs.w2(columns_of_w2, results, w2, *common, hidden // STRIP, programs.ctas, *swiglu)
     programs.combine(results, written, positions, topk_weights.contiguous().data_ptr(), plan.top_k)
     return deliver(written, out)

@@ -126,6 +126,10 @@ class PanelMainloop(Epilogue):
     ):
         """The mainloop with 16-bit MMAs: multiplies all dequantised blocks of this warpgroup's panels by an item's columns. Returns
         the accumulators of each panel, and the positions of the next item's first stages in the rings of weights and columns.
+
+        The order of a k step's blocks is that of `load_part`. While the MMAs of a block run, the next block is dequantised, and the
+        words of the block after it are loaded from shared memory. So during the last two blocks of a k step, words of the next k
+        step are loaded, from the next stage of the ring of weights.
         """
         c = self.config
         panels = c.tile.strips
@@ -193,11 +197,12 @@ class PanelMainloop(Epilogue):
         width: cutlass.Constexpr[int],
     ):
         """The mainloop with fp8 MMAs: multiplies all blocks of this warpgroup's panels, without their scales, by an item's columns,
-        and scales the partial sums of each half block.
+        and scales the partial sums of each half block. Returns the sums of each panel, and the positions of the next item's first
+        stages in the rings of weights and columns.
 
-        With few columns, this mainloop takes fewer instructions than `mainloop_16bit`. While the MMAs of a half block run, the next
-        half block is converted, and the partial sums of the previous half block are added. Returns the sums of each panel, and the
-        positions of the next item's first stages in the rings of weights and columns.
+        With few columns, this mainloop takes fewer instructions than `mainloop_16bit`. It alternates between two sets of
+        accumulators and of A registers. While the MMAs of a half block run, the next half block is converted, and the partial sums
+        of the previous half block are added.
         """
         c = self.config
         panels = c.tile.strips

@@ -1,5 +1,6 @@
 """The device code of `grouped` that converts a GEMM's input rows, with one scale per row. Elements are rounded to float8_e4m3fn as
 `quantize_fp8` does for tokens (`CODES`, `VALUES`), split into two such values (`PARTS`), or scaled into float16's range (`FITTED`).
+An input row is first divided by its scale. So a converted element times the scale of its row is the input element, up to rounding.
 """
 
 # mypy: ignore-errors
@@ -67,10 +68,10 @@ class Rows:
     Attributes:
         given, given_stride: the rows to convert, in 16 bits or in float32 if `Rounding.wide`, and their row pitch in elements.
         result, result_stride: receives the converted rows, in fp8 or in 16 bits (see `Rounding.result`), and their row pitch in
-            elements. `PARTS` have two rows for each row given: the first fp8 values of its elements, then the second fp8 values.
-        scales: float32, receives one scale for each row given; negative for a row with too many elements that `PARTS` cannot
+            elements. `PARTS` have two rows for each input row: the first fp8 values of its elements, then the second fp8 values.
+        scales: float32, receives one scale for each input row; negative for a row with too many elements that `PARTS` cannot
             represent.
-        k: number of elements of a row given.
+        k: number of elements of an input row.
     """
 
     given: Int64

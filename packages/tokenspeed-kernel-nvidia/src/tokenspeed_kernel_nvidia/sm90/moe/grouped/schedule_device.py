@@ -1,10 +1,14 @@
 """The device code of the first kernel of `grouped`. One CTA or a cluster sorts (token, slot) pairs by expert and divides them into
 tiles, each of some pairs of one expert.
 
-The sort is a stable counting sort. Each warp has a range of the pairs. The warp counts the pairs of each expert in its own row of a
-table in shared memory. The warp also stores each pair's index among its own pairs of the same expert. Prefix sums over the rows
-then give the start of each warp's pairs of an expert. So the order is deterministic, and each expert's pairs stay in order. The
-CTAs of a cluster exchange their counts. Each CTA computes the experts' starts for itself, and CTA 0 lists the tiles.
+The sort is a stable counting sort, so the order is deterministic. Each warp has a range of the pairs.
+
+1. The warp counts the pairs of each expert in its own row of a table in shared memory. It stores each pair's index among the warp's
+   pairs of the same expert in ``positions``.
+2. The CTAs of a cluster exchange their counts. Prefix sums over the warps and over the experts give the start of each warp's pairs
+of
+   an expert in the sorted order. Each CTA computes these starts for itself, and CTA 0 lists the tiles.
+3. The warp adds the starts to its pairs' indices, and stores the pairs' positions and tokens.
 """
 
 # mypy: ignore-errors
@@ -219,8 +223,9 @@ class SchedulePairs:
 
     @cute.jit
     def scan_experts(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, warp: Int32, lane: Int32):
-        """Turns the warps' counts of each expert's pairs into exclusive prefix sums over the warps, computes the first index of
-        each expert's pairs in the sorted order, and lists the tiles. Each thread handles one expert.
+        """Replaces the warps' counts of each expert's pairs by exclusive prefix sums over the warps. Computes the first index of
+        this CTA's pairs of each expert in the sorted order, and lists the tiles. Thread i handles expert i. All threads of the CTA
+        call this method.
         """
         counts = storage.counts.data_ptr()
         rests, pair_sums, full_sums = storage.rests.data_ptr(), storage.pair_sums.data_ptr(), storage.full_sums.data_ptr()
@@ -233,11 +238,11 @@ class SchedulePairs:
         before = Int32(0)  # pairs of the expert in lower-ranked CTAs
         if const_expr(self.config.ctas > 1):
             before, count = self.exchange(pairs, storage, rank, thread, count)
-        # All tiles of an expert except the last are full. If the last tile would have few pairs, it is balanced with the tile
-        # before it.
+        # All tiles of an expert except the last are full. If the last tile would have few pairs, it shares its pairs and those of
+        # the tile before it about equally: `parts` is 2, and `rest` is half of these pairs, rounded up to a multiple of 8.
         columns = pairs.columns
         tiles = (count + (columns - 1)) // columns
-        left = count - (tiles - 1) * columns  # columns of the last tile
+        left = count - (tiles - 1) * columns  # pairs of the last tile
         parts, rest = cutlass.min(tiles, 1), left
         if tiles > 1 and left < least_columns(columns):
             parts = Int32(2)

@@ -1,7 +1,8 @@
 """Definitions for all warps of `kernel_device`: the arguments of a launch, the work items, and the layout of shared memory.
 
 An *item* (work item) combines a tile of the schedule, that is, some pairs of one expert, with `Gemm.rows` rows of that expert's
-weights. With n CTAs, a CTA computes every n-th item. The tiles of the schedule with the most pairs come first.
+weights. With n CTAs, a CTA computes every n-th item. Consecutive items have the same pairs. The tiles of the schedule with the most
+pairs come first, so the launch ends with small items (load balancing).
 """
 
 # mypy: ignore-errors

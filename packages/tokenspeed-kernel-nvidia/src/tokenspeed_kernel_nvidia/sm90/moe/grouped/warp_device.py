@@ -3,7 +3,7 @@ mma.sync.
 
 wgmma takes 32 cycles or more to read its A operand from registers, whatever the number of columns. The time of mma.sync is
 proportional to the number of columns, but mma.sync takes more instructions. A warp has at least two strips, so that each column is
-loaded from shared memory once for several strips. The accumulator layout is that of wgmma.
+loaded from shared memory once for several strips. The accumulator layout is that of wgmma, so the epilogue is the same.
 """
 
 # mypy: ignore-errors
@@ -98,7 +98,7 @@ class WarpMainloop(Epilogue):
             columns_before, weights_before = columns, weights.at
             columns = advance(columns, c.column_stages)
             weights = Weights(advance(weights.at, c.weight_stages), Int32(0))
-            # Poll barriers long before waiting for them, because a wait alone takes a hundred cycles.
+            # Poll full barriers long before the data are needed, because even a wait that succeeds at once takes a hundred cycles.
             weights_ready = self.weight_pipe(storage).full.poll(weights.at)
             self.multiply_block(acc, words, column + stage, chunk16, odd_column + stage, odd_chunk16, width)
             ready = self.column_pipe(storage).full.poll(columns)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tokenspeed_kernel_nvidia.sm90.gemm.split_k import config as split_k
 
-TOKENS = (16, 32)  # numbers of tokens of a cluster for which kernels are compiled
-ROOMS = (6, 8)  # numbers of k blocks of a CTA for which kernels are compiled; 6 for a hidden size of 2880
+TOKENS = (16, 32)  # maximum numbers of tokens of a cluster for which kernels are compiled
+ROOMS = (6, 8)  # maximum numbers of k blocks of a CTA for which kernels are compiled; 6 for a hidden size of 2880
 TILES = 2  # maximum number of tiles of 64 experts: one for each warpgroup
 MAX_EXPERTS = TILES * split_k.TILE
 MAX_TOP_K = 32  # lanes of a warp, which hold a token's selected experts
@@ -26,12 +26,13 @@ class RouteConfig(split_k.Config):
 
     @property
     def own(self) -> int:
-        """The number of tokens that one CTA of the cluster routes."""
+        """The number of tokens whose experts one CTA of the cluster selects."""
         return self.tokens // split_k.CLUSTER
 
 
 def config_of(dtype: str, tokens: int, hidden: int, clusters: int) -> RouteConfig:
-    """Returns the configuration for a call.
+    """Returns the configuration for a call: the smallest number of tokens per cluster with which all clusters run at once, if there
+    is one.
 
     Args:
         hidden: elements of a token, at most `MAX_HIDDEN`.

@@ -1,9 +1,9 @@
 """Device code of `rmsnorm_moe_topk`: residual add, RMSNorm, the router's GEMM, and the selection of experts.
 
-A cluster of eight CTAs has 16 or 32 tokens and all experts; the CTAs split the hidden size (`gemm.split_k`). A router has so few
-weights that the ring holds all of a CTA's weights: everything is in flight at once, and the kernel is latency-bound. Each CTA sends
-its partial logits to the CTA that routes the token. So one warp has all logits of a token, and no further exchange is needed. All
-clusters read the weights, which are in L2 after the first cluster has read them.
+A cluster of eight CTAs has up to 16 or 32 tokens and all experts. The CTAs split the hidden size, which is k (`gemm.split_k`). A
+router has so few weights that the ring holds all of a CTA's weights: all loads are in flight at once, no stage is reused, and the
+kernel is latency-bound. Each CTA sends its partial logits to the CTA that selects the token's experts. So one warp has all logits
+of a token, and no further exchange is needed. All clusters read the weights, which are in L2 after the first cluster has read them.
 """
 
 # mypy: ignore-errors
@@ -34,8 +34,10 @@ from tokenspeed_kernel_nvidia.sm90.gemm.split_k.tile_device import Call, send_fo
 from tokenspeed_kernel_nvidia.sm90.moe.route.config import TILES, RouteConfig
 from tokenspeed_kernel_nvidia.sm90.moe.route.select_device import NONE, key_of, select_experts
 
-_QUADS = 4 * 8  # groups of four logits of a tile for two tokens: by the warp of a warpgroup, and by a quad of lanes
-_EXPERTS = 2 * TILES  # experts of a lane
+# Groups of four logits of a tile for a pair of tokens: those of a lane, for two experts. A warpgroup has four warps of eight quads
+# of lanes; one lane of each quad has the pair.
+_QUADS = 4 * 8
+_EXPERTS = 2 * TILES  # experts of a lane in the selection
 
 
 def host(config: RouteConfig) -> Any:
@@ -56,15 +58,15 @@ def fake_arguments(config: RouteConfig) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What prologue and epilogue read and write.
+    """The operands and results of the prologue and of the selection. Rows are in global memory.
 
     Attributes:
         x: the cluster's tokens.
         work: the parameters of the norm. Rows are those of the cluster's tokens.
         normed: the normalised tokens of the cluster.
-        weights, ids: the results of all tokens.
+        weights, ids: the routing weights, float32, and the selected experts, int32, of all tokens.
         first: the cluster's first token.
-        top_k: experts to select.
+        top_k: the number of experts to select.
     """
 
     x: Matrix
@@ -77,8 +79,10 @@ class Tokens:
 
 
 class Route(NormSplitK):
-    """The kernel of one configuration, with the warps of `SplitK`. Warpgroup i computes the logits of experts 64 i to 64 i + 63.
-    Then the first warps select the experts of one token each."""
+    """The kernel of one configuration, with the warp roles of `SplitK`. The MMA warps normalise the tokens. Then warpgroup i
+    computes the CTA's partial logits of experts 64 i to 64 i + 63. At last, the first two or four warps each select the experts of
+    one token.
+    """
 
     @cute.jit
     def __call__(
@@ -126,7 +130,7 @@ class Route(NormSplitK):
         rank, first, work = cta % CLUSTER, cta // CLUSTER * self.config.tokens, given.work
         blocks = (work.hidden + (BLOCK - 1)) // BLOCK
         first_block = rank * blocks // CLUSTER
-        # To the prologue, the cluster is the only one, and its tokens are all tokens.
+        # The prologue gets this cluster's tokens only, as if the launch had a single cluster and no other tokens.
         call = Call(
             router, rows, bias, given.weights, cutlass.min(m - first, self.config.tokens), n, work.hidden, mma, rank, Int32(0),
             Int32(1), Int32(0), (n + (TILE - 1)) // TILE, first_block, (rank + 1) * blocks // CLUSTER - first_block,
@@ -142,13 +146,13 @@ class Route(NormSplitK):
 
     @cute.jit
     def compute(self, call: Call, storage: Any, given: Tokens, warp: Int32):
-        """Runs an MMA warp."""
+        """Runs an MMA warp: the prologue for some tokens, the MMAs, and the selection of a token's experts."""
         wg, work, lane = warp // 4, given.work, cute.arch.lane_idx()
         pipe, sums = self.pipe(storage), self.sums(storage)
         self.await_kernel_before(storage, warp)
         squares = cute.make_rmem_tensor((self.config.tokens // WARPS,), Float32)
         squares.fill(0.0)
-        # Issue the loads of all chunks before the first use. They are kept for the normalised tokens.
+        # Issue the loads of all chunks before the first use. The registers are used again in `keep_normed`.
         turns = -(-self.config.room * CHUNKS // 32)
         loaded = [self.load_tokens(call, work, given.x, warp, lane + 32 * turn) for turn in range(turns)]
         for turn in cutlass.range_constexpr(turns):
@@ -171,7 +175,7 @@ class Route(NormSplitK):
             self.send(call, storage, acc, warp)
         if (warp < self.config.own) & (call.rank * self.config.own + warp < call.m):
             self.select(call, storage, given, warp)
-        # No CTA exits before all partial logits for it have arrived.
+        # Other CTAs send partial logits to this CTA's shared memory. So it must not exit before all of them have arrived.
         for tile in cutlass.range_constexpr(TILES):
             if tile < call.tiles:
                 sums.wait(Cursor(Int32(tile), Int32(0)))
@@ -179,19 +183,21 @@ class Route(NormSplitK):
     # -- logits --------------------------------------------------------------------------------------------------------------------
 
     def logits_at(self, storage: Any, tile: Int32, pair: Int32) -> Int32:
-        """Returns the shared address of the partial logits of a tile for two tokens of this CTA: float32 ``[CTA of the cluster]
-        [_QUADS][row, row + 8][token]``, in parts for all pairs of tokens."""
+        """Returns the shared address of the partial logits of a tile for a pair of this CTA's tokens, and the bytes from one
+        sending CTA to the next. A tile's buffer is float32 ``[CTA of the cluster][pair][_QUADS][row, row + 8][token of the pair]``,
+        where rows are experts."""
         floats = self.config.own // 2 * _QUADS * 4  # of one CTA of the cluster
         return storage.buffers.data_ptr().toint() + tile * (self.config.buffer_floats * 4) + pair * (_QUADS * 16), floats * 4
 
     @cute.jit
     def send(self, call: Call, storage: Any, acc: cute.Tensor, warp: Int32):
-        """Sends each CTA of the cluster this CTA's partial logits of the tokens that the receiver routes."""
+        """Sends each CTA of the cluster this CTA's partial logits of the tokens whose experts the receiver selects. One st.async
+        has a lane's logits of two experts and two tokens."""
         lane, wg = cute.arch.lane_idx(), warp // 4
         barrier = self.sums(storage).full.of(Cursor(wg, Int32(0))).toint()
         pairs = self.config.own // 2
         for eight in cutlass.range_constexpr(self.config.tokens // 8):
-            index = 4 * eight + lane % 4  # of a pair of tokens
+            index = 4 * eight + lane % 4  # the index of the lane's pair of tokens in the cluster
             to, pitch = self.logits_at(storage, wg, index % pairs)
             to += call.rank * pitch + (warp % 4 * 8 + lane // 4) * 16
             values = [acc[4 * eight + at] for at in range(4)]

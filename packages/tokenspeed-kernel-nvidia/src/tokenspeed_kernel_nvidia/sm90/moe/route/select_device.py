@@ -35,10 +35,11 @@ def logit_of(key: Int32) -> Float32:
 
 @cute.jit
 def select_experts(keys: cute.Tensor, top_k: Int32) -> Any:
-    """Selects the experts with the largest keys. All lanes of a warp call this function.
+    """Selects the experts with the largest keys, one after another. All lanes of a warp call this function.
 
     Args:
-        keys: a lane's keys; overwritten.
+        keys: int32, the keys of a lane's experts, see `key_of`; overwritten.
+        top_k: the number of experts to select, at most 32.
 
     Returns:
         For lanes below ``top_k``, an expert, best first, and its weight. The weights are the softmax over the selected logits.

@@ -1,8 +1,8 @@
 """Exact dot products of `stream`, for rows that fp8 parts cannot represent.
 
-A row with outliers loses small values when it is split, see `rows_device`. The MMA warps detect such rows while they split rows.
-The epilogue warps then replace these rows' sums. They read the weights again from global memory, and multiply in float32. This
-takes many times as long as the MMAs, but models rarely have such rows.
+A row is scaled by its amax before it is split, so a row with outliers loses small elements, see `rows_device`. The MMA warps detect
+such rows while they split rows. The epilogue warps then replace these rows' sums. They read the weights again from global memory,
+and compute the dot products in float32 with FMAs. This takes many times as long as the MMAs, but models rarely have such rows.
 """
 
 # mypy: ignore-errors
@@ -22,7 +22,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import Rows
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import W13, Call, entry_of, index_of, kind_of, panel_of
 
 HALVES = 2  # halves of a block; each half has a scale
-# The upper byte of a float16 is a float8_e5m2.
+# Converts four float8_e5m2 to float32. A float8_e5m2 is the upper byte of a float16.
 _FLOATS = """{
 .reg .b32 p, q;
 .reg .b16 a, b, c, d;
@@ -47,8 +47,8 @@ class ExactDotProducts(Rows):
 
     @cute.jit
     def exact_dot_products(self, call: Call, item: Int32, strip: Int32, pair: Int32):
-        """Returns a pair's dot products with two rows of a strip, ``lane / 4`` and ``lane / 4 + 8``. These dot products replace the
-        MMAs' sums."""
+        """Returns a pair's dot products with two rows of a strip, ``lane / 4`` and ``lane / 4 + 8``, without the row factors. They
+        replace the MMAs' sums. All lanes of an epilogue warp call this method; the four lanes of a quad split k."""
         layer = call.layer
         lane = cute.arch.lane_idx()
         first = kind_of(item) == W13

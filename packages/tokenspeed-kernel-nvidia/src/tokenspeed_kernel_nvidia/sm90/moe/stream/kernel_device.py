@@ -1,6 +1,8 @@
 """The device code of `stream`: the launch, the warp roles, and the producer warp.
 
-`schedule_device` sorts pairs by expert, `mma_device` has the MMA warps and the epilogue.
+The kernel is a class in several files. `tile_device` has the arguments, the work items and the shared memory, `schedule_device` the
+prologue that sorts pairs by expert, `rows_device` the preparation of B operands, and `mma_device` the MMA warps and the epilogue.
+`exact_device` recomputes rows that fp8 parts cannot represent. The kernels of `sm90.layers` are subclasses of this kernel.
 """
 
 # mypy: ignore-errors
@@ -75,14 +77,19 @@ class Stream(Schedule, Consumers):
     There is one persistent CTA of 15 warps per SM. Each CTA first sorts the pairs by expert, for its own use. Then:
 
     * warps 0-11, three warpgroups: MMA. A warpgroup computes every third slab of a panel, and each of its warps one strip of 16
-      rows. Weights become float8_e5m2 A fragments in registers, without their scales; rows are split into float8_e4m3 parts, or
-      quantised to float8_e4m3, in shared memory;
+      rows. Weights become float8_e5m2 A fragments in registers, without their scales. Before the first panel of an entry, the
+      twelve warps together prepare the entry's rows in shared memory: they split each element into float8_e4m3 parts, or quantise
+      it to float8_e4m3;
     * warp 12: the producer. It takes ranges from the global counter, and keeps the ring buffer full with slabs of panels;
     * warps 13-14: the epilogue. They add the warpgroups' partial sums. In the first GEMM they apply factors, bias and activation;
       in the second, factors, bias and routing weight. They store the results in global memory.
 
-    Shared memory holds the lists of pairs, the rows of one entry, and two buffers of partial sums. The ring buffer of up to 24
-    slabs takes the remaining memory (227 KB in all). Its bytes in flight hide the latency of global memory.
+    Two pipelines connect the roles: the ring buffer of slabs, from the producer to the MMA warps, and two buffers of partial sums,
+    from the MMA warps to the epilogue. Each stage has a work item, or a message such as COMBINE. The MMA warps pass END on to the
+    epilogue.
+
+    Shared memory also holds the lists of pairs, and the rows of one entry. The ring buffer of up to 24 slabs takes the remaining
+    memory (227 KB in all). Its bytes in flight hide the latency of global memory.
     """
 
     @cute.jit
@@ -158,13 +165,13 @@ class Stream(Schedule, Consumers):
                     call.partial.empty.init(buffer, FINISHERS)
             cute.arch.mbarrier_init_fence()
         self.clear(counts)
-        # Routing is known only when the preceding kernel has ended (PDL), so no weights can be loaded earlier.
+        # The experts, and so the weights to load, are known only when the preceding kernel has ended (PDL).
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         ticket = Int32(0)
         if warp == LOAD_WARP:
             ticket = self.next_ticket(call)
-        if tokens * layer.top_k <= LANES:
+        if tokens * layer.top_k <= LANES:  # one pair per lane: a single warp makes the lists, without barriers
             if warp == FINISH_WARP:
                 self.sort_few_pairs(call)
             cute.arch.sync_threads()
@@ -179,7 +186,7 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def next_ticket(self, call: Call):
-        """Takes the index of the next range, and returns it in all lanes of the warp."""
+        """Takes the index of the next range from the global counter, and returns it in all lanes of the warp."""
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
             ticket = take_ticket(call.counter(TICKET))
@@ -187,7 +194,8 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def load(self, call: Call, ticket: Int32):
-        """Takes ranges and streams their panels into the ring buffer until none are left."""
+        """Runs the producer warp: takes ranges and streams their panels into the ring buffer until no range is left. Then sends
+        COMBINE and END to the MMA warps. ``ticket``: the index of the CTA's first range."""
         layer = call.layer
         ctas, _, _ = cute.arch.grid_dim()
         entries = call.sizes[ENTRIES]
@@ -204,18 +212,18 @@ class Stream(Schedule, Consumers):
                 first, end = index * w2_items // w2_ranges, (index + 1) * w2_items // w2_ranges
                 at = self.load_panels(call, at, W2, first, end, layer.w2_items, layer.w2_blocks)
                 if layer.turns == 1:
-                    # There is one range of w2 for each CTA. So wait until the MMA warps have released all stages. Otherwise CTAs
-                    # that start early would take two ranges.
+                    # There is one range of w2 for each CTA. So wait until the MMA warps have released all stages. Otherwise a CTA
+                    # that started early would take a second range while its MMA warps still compute the first one.
                     call.pipe.acquire(last_filled(at, self.stages))
             ticket = self.next_ticket(call)
         at = self.tell(call, at, item_code(COMBINE))
         self.tell(call, at, item_code(END))
 
     def ranges_of(self, items: Int32, most: Int32, entries: Int32) -> Int32:
-        """Returns the number of equal ranges into which ``items`` panels are divided.
+        """Returns the number of equal ranges into which ``items`` panels are divided, about ``most``.
 
-        If there are many ranges per entry, no range crosses entries. Then at most one in eight CTAs is idle, and no CTA prepares
-        the rows of two entries.
+        With at least eight ranges per entry, the number is rounded down to a multiple of ``entries``. Then no range crosses
+        entries, so no CTA prepares the rows of two entries for one range. At most one range in eight is lost.
         """
         ranges = cutlass.min(items, most)
         aligned = ranges - ranges % cutlass.max(entries, 1)
@@ -236,7 +244,7 @@ class Stream(Schedule, Consumers):
         return self.load_range(call, at, kind, place, (end - first) * self.slabs_of(blocks))
 
     def place_of(self, first: Int32, items: Int32, blocks: Int32) -> Place:
-        """Returns the place of a slab. ``first``: the index among the slabs of all entries."""
+        """Returns the place of a slab, for kernels that split panels. ``first``: the index among the slabs of all entries."""
         slabs = self.slabs_of(blocks)
         panel = first // slabs
         index = panel // items
@@ -244,9 +252,11 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def load_range(self, call: Call, at: Any, kind: cutlass.Constexpr[int], place: Place, left: Int32):
-        """Streams some slabs into the ring buffer. Returns the next position in the ring buffer.
+        """Streams consecutive slabs into the ring buffer. Returns the next position in the ring buffer. The slabs may belong to
+        several panels and entries. Before each entry's slabs, a message announces the entry, see `ahead_of`.
 
         Args:
+            kind: the GEMM, W13 or W2.
             place: the first slab.
             left: the number of slabs.
         """
@@ -298,15 +308,15 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def tell(self, call: Call, at: Any, item: Int32):
-        """Sends a message to all warpgroups: fills one stage for each warpgroup without data. Returns the next position in the ring
-        buffer."""
+        """Sends a message to all warpgroups: fills one stage for each warpgroup, with an item code but without data. Returns the
+        next position in the ring buffer."""
         for _ in cutlass.range_constexpr(GROUPS):
             at = self.tell_one(call, at, item)
         return at
 
     @cute.jit
     def tell_one(self, call: Call, at: Any, item: Int32):
-        """Fills a stage without data. Returns the next stage."""
+        """Fills a stage with an item code, but without data. Returns the next position in the ring buffer."""
         call.pipe.acquire(at)
         if cute.arch.lane_idx() == 0:
             call.items[at.stage] = item

@@ -1,19 +1,22 @@
 """MoE experts for few tokens, with mxfp4 weights, on Hopper: one kernel for both GEMMs, the activation and the sum over slots.
 
-The kernel is memory-bound: reading weights takes most of the time. The weights of each routed expert are read once for every 4 to
-16 (token, slot) pairs. There is one persistent CTA per SM, and the tile scheduler gives all CTAs equally many bytes to read. CTAs
-take ranges of all needed panels of w13, and then of w2. A producer warp streams the panels into a ring buffer in shared memory by
-bulk copies. The producer never waits for results. So panels of w2 arrive while the last panels of w13 are computed. Twelve MMA
-warps use swap-AB: weights are the A operand and pairs the columns. A kernel for up to 8 pairs per entry uses half of the columns
-for entries of up to 4, and then issues the MMAs of more k blocks together. Panels of w2 are computed only when all panels of w13
-for the same entry (a group of pairs of one expert) are done. A counter per entry signals this. At the end each CTA sums over slots
-for its part of the output.
+The kernel is memory-bound: reading weights takes most of the time. The pairs of an expert are divided into *entries* of up to 4, 8
+or 16 (token, slot) pairs, and the expert's weights are read once for each entry. There is one persistent CTA per SM. The panels (64
+rows of weights) of all entries are divided into ranges of equal size, first those of w13, then those of w2. CTAs take ranges from a
+global counter.
 
-With fp8 activations, the warps that prepare rows quantise them. A pair then has one MMA column instead of two or three. The MMAs
-multiply unscaled weights, and block scales multiply the partial sums in float32. So all weights are exact.
+In a CTA, a producer warp streams the panels into a ring buffer in shared memory by bulk copies. The producer never waits for
+results. So panels of w2 arrive while the last panels of w13 are computed. Twelve MMA warps use swap-AB: weights are the A operand,
+and pairs are the columns. Panels of w2 are computed only when all panels of w13 for the same entry are done. A global counter per
+entry signals this. At the end, each CTA sums over slots for its part of the output.
 
-CTAs take ranges from a global counter, so nothing requires all of them to run at once. Results are deterministic, because the terms
-of every sum have a fixed order.
+The MMAs are fp8. Each 16-bit activation is split into two or three fp8 parts, which have an MMA column each (`rows_device`). The
+MMAs multiply weights without their scales, and block scales multiply the partial sums in float32. So the conversion of weights to
+fp8 is exact. Kernels for entries of up to 8 or 16 pairs also have narrow MMAs with half of the columns, for entries of at most half
+of the pairs (`Config.narrow`). With fp8 activations, the warps that prepare rows quantise them, and a pair has one MMA column.
+
+A CTA waits only for CTAs that have taken an earlier range, so the CTAs need not all run at once. Results are deterministic, because
+the terms of every sum have a fixed order.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class _Launch(NamedTuple):
         program: the compiled kernel.
         ctas: the number of CTAs.
         turns: average number of ranges of each GEMM that a CTA computes.
-        slots_at: offset of the second GEMM's results in the workspace's memory.
+        slots_at: offset in bytes of the second GEMM's results in the workspace's memory. The first GEMM's results are at offset 0.
         nbytes: bytes of the workspace's memory.
         counters: the number of counters in global memory.
     """
@@ -78,6 +81,7 @@ class _Launch(NamedTuple):
 
 @functools.cache
 def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int, changes: tuple[tuple[str, Any], ...] = ()) -> _Launch:
+    """Returns the memoised part of a launch with this number of pairs. ``changes``: see `moe_apply_few`."""
     k = max(plan.hidden_size, plan.intermediate_size)
     config = config_of(DTYPES[dtype], k, pairs / plan.num_experts, plan.activation_dtype == "fp8")
     config = dataclasses.replace(config, **dict(changes))
@@ -98,10 +102,17 @@ def moe_apply_few(
     out: Tensor | None,
     changes: tuple[tuple[str, Any], ...] = (),
 ) -> Tensor:
-    """Computes `moe_apply` of arguments that the operator has checked, with weights in the layout of `mxfp4.layout`.
+    """Computes `moe_apply` of arguments that the operator has checked. Returns the output: ``out``, or a new tensor like ``x``.
 
-    More pairs than one launch handles need several launches, and each launch reads the weights again. ``changes``: attributes of
-    the configuration that differ from those of `config_of`, for measurements.
+    More than `MAX_PAIRS` pairs need several launches, and each launch reads the weights again.
+
+    Args:
+        x: bfloat16 or float16 ``[tokens, hidden]``. Rows that are not aligned are copied.
+        weights: the experts' weights in the layout of `mxfp4.layout`.
+        topk_weights, topk_ids: float32 and int32 ``[tokens, top_k]``. A negative id skips the slot.
+        plan: the layer's sizes and options.
+        out: receives the output, if given.
+        changes: attributes of `Config` that replace those of `config_of`, for measurements.
     """
     rows, written = aligned(x), to_write(out, x, x.shape)
     topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
@@ -121,6 +132,8 @@ def _launch(
     out: Tensor,
     changes: tuple[tuple[str, Any], ...],
 ) -> None:
+    """Launches the kernel for at most `MAX_PAIRS` pairs on the current stream. ``out`` receives the output. Launches that
+    may run at the same time have different workspaces, see `keeper`."""
     device, pairs = x.get_device(), topk_ids.numel()
     launch, ctas, turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device, changes)
     workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, counters)

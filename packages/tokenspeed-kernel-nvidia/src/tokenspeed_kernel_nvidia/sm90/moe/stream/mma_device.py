@@ -1,10 +1,15 @@
 """The MMA and epilogue warps of `kernel_device`: MMAs of panels, activation or weighting, and the sums over slots.
 
 A panel of weights has four strips of 16 rows, one for each warp of a warpgroup. A slab is some k blocks (64 elements each) of a
-panel, which fill a stage. The panel's slabs alternate between the warpgroups. Weights are the A operand, converted in registers.
-The B operand, the rows of an entry, stays in shared memory for all of the entry's panels. Each half of a block has its own scales.
-So the partial sums of a half block are scaled and added in registers. The warpgroups store their partial sums of a panel in shared
-memory, where the epilogue warps add them in a fixed order.
+panel, which fill a stage. The panel's slabs alternate between the warpgroups, which thus split k. Weights are the A operand,
+converted to float8_e5m2 in registers. The B operand, the rows of an entry, stays in shared memory for all of the entry's panels.
+
+A wgmma m64nNk32 multiplies a half block: the 32 elements of k that share a scale in each row of weights. The MMAs of different half
+blocks have separate accumulators, because the lanes scale these partial sums before they add them, in float32 registers. To hide
+the latency of wgmma, the MMAs of several blocks are issued together, before one wait. The accumulator registers limit how many. The
+accumulators are half as large if n is half as large. So an entry of few pairs uses narrow MMAs, see `Config.narrow`.
+
+The warpgroups store their partial sums of a panel in shared memory, where the epilogue warps add them in a fixed order.
 """
 
 # mypy: ignore-errors
@@ -63,7 +68,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
     split_of,
 )
 
-CONSUMING = 1  # the named barrier of the MMA warps
+CONSUMING = 1  # a named barrier of the MMA warps, for `meet`
 # The fp8 weights are 2^-14 times the e2m1 values, and a row's largest scale is 2^62. This factor undoes both scalings.
 SUM_FACTOR = 2.0 ** (14 - 62)
 # Converts four scales to float32: of rows g and g + 8 in the first half of a block, then in the second. The constant subtracts 64
@@ -106,7 +111,7 @@ class Consumers(ExactDotProducts):
             call.pipe.wait(at)
             item = call.items[at.stage]
             kind = kind_of(item)
-            if kind == COMBINE or is_ahead(item):
+            if kind == COMBINE or is_ahead(item):  # a message, whose stage has no data
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 if kind == COMBINE:
@@ -122,15 +127,19 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def release(self, call: Call, at: Any):
-        """Releases a stage that this warp has read."""
+        """Releases a stage of the ring buffer that this warp has read."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             call.pipe.empty.arrive(at)
 
     @cute.jit
     def meet(self, call: Call, warp: Int32, flag: Int64, value: Int32):
-        """Makes all MMA warps wait for a flag. Only one warp polls, because polling by many warps slows down the CTA that sets the
-        flag.
+        """Makes all MMA warps wait until a flag in global memory has a value. Only one warp polls, because polling by many warps
+        slows down the CTAs that increase the flag.
+
+        Args:
+            flag: the global address of the flag.
+            value: the value to wait for.
         """
         if warp == 0:
             if cute.arch.lane_idx() == 0:
@@ -140,20 +149,27 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def await_activations(self, call: Call, warp: Int32, item: Int32):
-        """Waits until the first GEMM of an item's entry is done. All MMA warps call this method."""
+        """Waits until all results of the first GEMM for an item's entry are stored. All MMA warps call this method."""
         self.meet(call, warp, call.counter(READY + index_of(item)), call.layer.w13_items * FINISHERS)
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, item: Int32, factors: cute.Tensor):
         """Computes this warpgroup's partial sums of an item, and stores them in a buffer. Returns the next position in the ring
-        buffer.
+        buffer. END takes this path too, as an item without blocks: so the epilogue warps receive it.
+
+        Args:
+            group: the index of the warpgroup.
+            at: the position of the item's first stage of this warpgroup, for which `consume` has waited.
+            to: the position in the buffers of partial sums.
+            factors: the factors of the sums of this lane's columns, from `prepare_rows`.
         """
         lane = cute.arch.lane_idx()
         strip = warp % PANEL_STRIPS
         kind = kind_of(item)
         blocks = cutlass.select_(kind == W13, call.layer.w13_blocks, call.layer.w2_blocks)
         blocks = cutlass.select_(kind == END, Int32(0), blocks)
-        sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # accumulators of both rows of a lane
+        # A lane has rows lane / 4 and lane / 4 + 8 of its strip, and pair lane % 4 of each tile of 4 pairs.
+        sums = cute.make_rmem_tensor((self.tiles, 2), Float32)
         sums.fill(0.0)
         start = Int32(0)  # the item's first slab
         if const_expr(self.splits):
@@ -161,9 +177,13 @@ class Consumers(ExactDotProducts):
                 blocks = split_of(item) * self.slab
             else:
                 start = split_of(item)
+        # Whether the entry's pairs all are in the first half of the tiles. The sums of the other tiles then remain 0, and the
+        # epilogue ignores them, as it does for all columns without a pair.
         narrow = Boolean(False)
         if const_expr(self.config.narrow):
             narrow = entry_of(call.entries[index_of(item)]).count <= self.config.pairs // 2
+        # This warpgroup has slabs start + group, start + group + GROUPS, and so on. Its last stage may be empty, because the
+        # producer pads an item to the same number of stages for each warpgroup.
         step = Int32(0)
         head = Uint32(0)
         while (start + step) * self.slab < cutlass.max(blocks, 1):
@@ -172,8 +192,8 @@ class Consumers(ExactDotProducts):
             stage_at = call.ring + at.stage * self.config.stage_bytes
             if start + step + group == 0:
                 head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
-                # MMAs depend only on the words of their blocks, and do not wait for this load. The load must complete before the
-                # stage is released, because a copy into the stage may start then.
+                # No instruction of the mainloop uses the loaded factors and biases, so none waits for this load. The fence makes
+                # the load complete before the stage is released, because then a bulk copy may overwrite it.
                 cute.arch.fence_view_async_shared()
             first = (start + step + group) * self.slab
             count = cutlass.min(blocks - first, self.slab)
@@ -190,7 +210,7 @@ class Consumers(ExactDotProducts):
             step += GROUPS
         call.partial.acquire(to)
         for tile in cutlass.range_constexpr(self.tiles):
-            # Multiply in this order. Sums are about 2^60, so a row factor above 2^67, if applied first, would make them infinite.
+            # Multiply in this order. Sums are about 2^60, so a row factor above 2^67, applied first, would make them infinite.
             results = [sums[tile, row] * SUM_FACTOR * factors[tile] for row in range(2)]
             store_floats("shared", self.sums_at(call, to, group, strip, lane, tile), results)
         if group == 0:
@@ -214,14 +234,15 @@ class Consumers(ExactDotProducts):
         lane: Int32,
         sums: cute.Tensor,
     ):
-        """Accumulates a slab in this lane's sums.
+        """Accumulates a slab in this lane's sums. The MMAs of a slab with fewer blocks, the last of a panel, are issued block by
+        block.
 
         Args:
-            block_at: the address of this strip's part of the first block.
-            first: the first block.
-            count: the number of blocks; none if it is negative.
-            group: the number of blocks whose MMAs are issued together.
-            parts: the MMAs use the first one of this many parts of the columns.
+            block_at: the shared-memory address of this strip's rows of the slab's first block.
+            first: the first block, counted over all of k.
+            count: the number of blocks; negative if the panel ends before this slab.
+            group: the number of blocks of a full slab whose MMAs are issued together.
+            parts: 1 for MMAs with all columns, 2 for narrow MMAs with the first half of the columns.
         """
         if count == self.slab:
             for begin in cutlass.range_constexpr(0, self.slab, group):
@@ -242,12 +263,15 @@ class Consumers(ExactDotProducts):
         lane: Int32,
         sums: cute.Tensor,
     ):
-        """Accumulates some blocks in this lane's sums. The blocks' MMAs are issued together, with a single wait."""
+        """Accumulates ``count`` consecutive blocks in this lane's sums. Their MMAs are issued together, with a single wait.
+        ``block``: the first block, counted over all of k. For the other arguments see `multiply_slab`.
+        """
         scales, operands = [], []
         for each in cutlass.range_constexpr(count):
             words = load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + lane * 16), 4)
             scales.append(scales_of(load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + CODE_BYTES + lane // 4 * 4), 1)))
-            rows = [decode_e5m2(word) for word in words]  # for each 16 elements of k, row g and row g + 8
+            # For each 16 elements of k: the values of the lane's two rows.
+            rows = [decode_e5m2(word) for word in words]
             operands += [(*rows[0], *rows[1]), (*rows[2], *rows[3])]
         rows_at = call.rows + block * (4 * self.mma_tiles * CORE_BYTES)
         partials = self.multiply_halves(rows_at, operands, self.mma_tiles // parts)
@@ -258,7 +282,8 @@ class Consumers(ExactDotProducts):
                     sums[tile, row] += number * scales[half // 2][2 * (half % 2) + row]
 
     def joined(self, partials: list, tile: int, row: int) -> Float32:
-        """Adds the columns of a pair, which are the fp8 parts of its elements, with the parts' factors."""
+        """Returns a pair's partial sum for one of the lane's two rows: adds its columns, one for each fp8 part, with the parts'
+        factors. ``tile``: the tile of 4 pairs; ``partials``: the accumulators of a half block."""
         if self.config.parts == 1:
             return partials[4 * (tile // 2) + 2 * row + tile % 2]
         at = 4 * self.layers * tile + 2 * row
@@ -268,14 +293,20 @@ class Consumers(ExactDotProducts):
         return number + rest * (1.0 / REST)
 
     def multiply_halves(self, rows_at: Int32, operands: Any, tiles: int) -> Any:
-        """Issues the wgmmas of consecutive half blocks, and returns their results: 64 rows of a warpgroup by ``tiles`` times eight
-        columns. Each lane has four values for every 8 columns.
+        """Issues the wgmmas of consecutive half blocks as one group, waits for them, and returns the accumulators of each half
+        block: 64 rows of a warpgroup by ``tiles`` times eight columns. Each lane has four values for every 8 columns.
+
+        Args:
+            rows_at: the shared-memory address of the first half block of the B operand.
+            operands: the A fragment of each half block, four registers.
+            tiles: the number of 8-column tiles to multiply. Narrow MMAs take the first half of the B operand's tiles.
         """
         each = 4 * tiles
-        pitch = self.mma_tiles * CORE_BYTES  # bytes to the next 16 elements of k
+        pitch = self.mma_tiles * CORE_BYTES  # bytes to the next 16 elements of k, also for narrow MMAs
         # Matrix descriptor: the address, and the strides in bytes to the next 16 elements of k and to the next eight columns, all
         # divided by 16.
         low = (pitch // 16) << 16
+        # The predicate `none` is false, so each wgmma overwrites its accumulators.
         lines = [
             "{ .reg .pred none; .reg .b64 rows; .reg .b32 at;",
             "setp.ne.b32 none, 0, 0;",
@@ -301,7 +332,8 @@ class Consumers(ExactDotProducts):
     @cute.jit
     def finish(self, call: Call, warp: Int32, at: Any):
         """Runs an epilogue warp: adds the warpgroups' partial sums of each panel, applies the activation (first GEMM) or the
-        routing weights (second GEMM), and stores the results. A warp processes every other strip.
+        routing weights (second GEMM), and stores the results in global memory. A warp processes every other strip of a panel. After
+        the last item of an entry in a range, it adds the number of finished items to the entry's global counter.
 
         Args:
             at: the next position in the buffers of partial sums.
@@ -338,9 +370,9 @@ class Consumers(ExactDotProducts):
                 if lane == 0:
                     call.partial.empty.arrive(at)
                 if const_expr(self.splits):
-                    # The second part of a panel is finished by the CTA that has the first part.
+                    # The CTA that has the first part of a panel finishes it. So the second part does not count.
                     done += cutlass.select_(is_tail(item), Int32(0), Int32(1))
-                    # For the first part of a panel, which is the last item of its GEMM in this CTA.
+                    # Load another CTA's partial sums early, for the first part of a panel, the last item of its GEMM in this CTA.
                     self.load_sums(call, warp, kind, received)
                 else:
                     done += 1
@@ -353,8 +385,9 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def load_pairs(self, call: Call, item: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
-        """Stores the pairs of this lane's columns to ``pairs`` (-1 without a pair). Sets ``beyond`` to a nonzero value for pairs
-        whose rows the fp8 parts do not represent. For the second GEMM, also stores the pairs' routing weights to ``weights``.
+        """Loads what the epilogue needs of an entry, for this lane's pair of each tile: to ``pairs`` the pair, or -1 if there is
+        none; to ``beyond`` a nonzero value if the fp8 parts do not represent the pair's row; and for the second GEMM, to
+        ``weights`` the routing weight.
         """
         entry = entry_of(call.entries[index_of(item)])
         for tile in cutlass.range_constexpr(self.tiles):
@@ -383,9 +416,15 @@ class Consumers(ExactDotProducts):
         beyond: cute.Tensor,
         weights: cute.Tensor,
     ):
-        """Runs the epilogue of a strip. Each lane has two rows of the strip."""
+        """Runs the epilogue of a strip, unless the strip is padding of the expert's last panel. Each lane has two rows of the
+        strip. For the other arguments see `load_pairs`.
+
+        Args:
+            at: the position of the panel in the buffers of partial sums.
+            strip: the index of the strip in its panel.
+        """
         layer = call.layer
-        whole = panel_of(item) * PANEL_STRIPS + strip
+        whole = panel_of(item) * PANEL_STRIPS + strip  # the index of the strip in the expert's weights
         first = kind_of(item) == W13
         finishes = whole < cutlass.select_(first, layer.w13_strips, layer.w2_strips)
         if const_expr(self.splits):
@@ -396,7 +435,8 @@ class Consumers(ExactDotProducts):
             head_at = call.heads + (at.stage * PANEL_STRIPS + strip) * HEAD_BYTES + lane // 4 * 4
             heads = [as_float(load_words("shared", head_at + each * 32, 1)) for each in range(4)]
             for tile in cutlass.range_constexpr(self.tiles):
-                # The first tile has a pair. Most entries leave the others empty, and this warp's time delays the second GEMM.
+                # Only the first tile is sure to have a pair, and most entries leave the other tiles empty. Skip empty tiles,
+                # because the time of the epilogue delays the second GEMM.
                 present = Boolean(True)
                 if const_expr(tile > 0):
                     present = cute.arch.vote_any_sync(pairs[tile] >= 0)
@@ -417,12 +457,13 @@ class Consumers(ExactDotProducts):
         weights: cute.Tensor,
         heads: Any,
     ):
-        """Runs the epilogue of a strip for four pairs. ``heads``: the factors of the lane's two rows, then their biases."""
+        """Runs the epilogue of a strip for a tile of four pairs. ``heads``: the factors of the lane's two rows, then their biases.
+        In w13, the two rows are gate and up of a feature."""
         layer = call.layer
         whole = panel_of(item) * PANEL_STRIPS + strip
         first = kind_of(item) == W13
         upper, lower = self.sum_of_groups(call, at, strip, lane, tile)
-        if const_expr(not self.config.rounded):  # fp8 represents rounded rows exactly
+        if const_expr(not self.config.rounded):  # quantised rows are fp8 already, so they have no inexact elements
             if cute.arch.vote_any_sync(beyond[tile] != 0):
                 for column in cutlass.range(4, unroll=1):
                     if cute.arch.shuffle_sync(beyond[tile], column) != 0:
@@ -445,7 +486,8 @@ class Consumers(ExactDotProducts):
 
     @cute.jit
     def count(self, call: Call, item: Int32, items: Int32):
-        """Counts items of an entry whose results this warp has stored. ``item``: the last of these items."""
+        """Adds the number of items of an entry whose results this warp has stored to the global counter for which other CTAs wait:
+        the entry's counter after the first GEMM, DONE after the second. ``item``: the last of these items."""
         flag = cutlass.select_(kind_of(item) == W13, READY + index_of(item), Int32(DONE))
         release_add(call.counter(flag), items)
 
@@ -461,7 +503,7 @@ class Consumers(ExactDotProducts):
         store_floats("global", call.slots + place * 4, [value])
 
     def sum_of_groups(self, call: Call, at: Any, strip: Int32, lane: Int32, tile: int) -> list:
-        """Returns the sums of a lane's two rows of a strip over the warpgroups, for four pairs."""
+        """Returns the sums over the warpgroups, in a fixed order, for a lane's two rows of a strip and its pair of a tile."""
         total = [Float32(0.0), Float32(0.0)]
         for group in range(GROUPS):
             part = load_floats("shared", self.sums_at(call, at, group, strip, lane, tile), 2)
@@ -469,7 +511,8 @@ class Consumers(ExactDotProducts):
         return total
 
     def sums_at(self, call: Call, at: Any, group: Any, strip: Int32, lane: Int32, tile: int) -> Int32:
-        """Returns the shared-memory address of a lane's partial sums of two rows. ``at``: the position among the buffers."""
+        """Returns the shared-memory address of a warpgroup's partial sums for a lane's two rows of a strip and its pair of a tile.
+        ``at``: the position among the buffers."""
         return call.sums + ((at.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
 
     @cute.jit
@@ -488,7 +531,7 @@ class Consumers(ExactDotProducts):
     def combine(self, call: Call, warp: Int32):
         """Waits until the second GEMM is done, and writes this CTA's part of the output: sums over slots, in slot order.
 
-        All MMA warps call this method.
+        The elements of the output are divided evenly among the CTAs. All MMA warps call this method.
         """
         layer = call.layer
         self.meet(call, warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)

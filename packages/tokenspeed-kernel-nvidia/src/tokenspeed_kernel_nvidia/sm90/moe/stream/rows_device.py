@@ -1,17 +1,21 @@
-"""The rows of an entry as B operands: float8_e4m3 parts in shared memory.
+"""The rows of an entry (each the activations of one pair) as B operands: float8_e4m3 columns in shared memory.
 
-e2m1 weights convert to float8_e5m2 in fewer instructions than to any 16-bit type, and fp8 MMAs take fp8 on both sides. So each row
-has two columns: its elements rounded to four significant bits, and the remainders, multiplied by 32. float16 has more bits, so a
-third column holds the remainders of the remainders. A row is first scaled by a power of 2, so that its amax is at least 128 and
-below 256. The error of two columns is at most 2^-22 of amax; of three columns 2^-27 of amax, or 2^-12 of the element. With float16
-tokens the first GEMM's results are float32, because they may exceed float16's range.
+e2m1 weights convert to float8_e5m2 in fewer instructions than to any 16-bit type, and an fp8 MMA requires that both operands are
+fp8. So a bfloat16 row becomes two columns: its elements rounded to four significant bits, and the remainders, multiplied by 32.
+float16 has more bits, so a third column holds the remainders of the remainders. A row is first scaled by a power of 2, so that its
+amax is at least 128 and below 256. An element's error with two columns is at most 2^-22 of the row's amax. With three columns it is
+at most the larger of 2^-27 of amax and 2^-12 of the element. With float16 tokens the first GEMM's results are float32, because they
+may exceed float16's range.
 
-fp8 activations have one column: the values of `quantize_fp8`. The partial sums of this column are multiplied by the row's scale.
+A row of fp8 activations becomes one column: the values of `quantize_fp8`. The partial sums of this column are multiplied by the
+row's scale.
 
-Columns are in wgmma's layout without swizzle: 128 bytes hold 16 elements of k of eight columns. Other groups of eight columns
-follow, then the next 16 elements of k. With three columns per pair, four pairs have their first two columns in one group of eight,
-and their third column in the next group. With one column per pair, a group has pairs 0, 4, 1, 5, ... 7. Elements are in the order
-that `decode_e5m2` gives the weights: 0, 8, 1, 9, ... 15.
+Columns are in wgmma's K-major layout without swizzle. A core matrix of 128 bytes holds 16 elements of k of eight columns. The core
+matrices of the next eight columns follow, then the next 16 elements of k. With two columns per pair, a core matrix has four
+consecutive pairs, whose two columns are neighbours. So the first half of an entry's pairs has the first half of the columns, as
+narrow MMAs require (`Config.narrow`). With three columns per pair, the next core matrix has the four pairs' third columns, at every
+other column. With one column per pair, a core matrix has pairs 0, 4, 1, 5, 2, 6, 3, 7. Elements along k have the order that
+`decode_e5m2` gives the weights: 0, 8, 1, 9, ... 15.
 """
 
 # mypy: ignore-errors
@@ -43,9 +47,9 @@ CORE_BYTES = 128  # a core matrix: 16 elements of k by eight columns
 SMALL_DIVISOR = 4  # at most 1 / SMALL_DIVISOR of a row's elements may be inexact
 REST = 32.0  # factor of the remainders
 LARGEST = 448.0  # float8_e4m3fn's largest value
-PREPARING = 2  # the named barrier of the MMA warps
+PREPARING = 2  # a named barrier of the MMA warps, for the preparation of rows
 PREPARING_THREADS = 32 * MMA_WARPS
-ROW_WARPS = MMA_WARPS // ROWS_AT_ONCE
+ROW_WARPS = MMA_WARPS // ROWS_AT_ONCE  # warps that prepare a row together
 ROW_THREADS = 32 * ROW_WARPS  # threads that prepare a row together
 
 # `_ROUND` converts two values to fp8, the first in the lower byte. `_REST` replaces each value by 32 times its rounding error.
@@ -61,7 +65,7 @@ sub.f32 b, b, c;
 mul.f32 b, b, 0f42000000;
 """
 
-# A Newton step, which makes an approximate reciprocal accurate.
+# One Newton step, which makes an approximate reciprocal of {$r0}, {$r1}, accurate.
 _RECIPROCAL = """{ .reg .f32 n, e;
 neg.f32 n, {$r0};
 fma.rn.f32 e, n, {$r1}, 0f3F800000;
@@ -87,14 +91,14 @@ class Rows(Shapes):
 
     @cute.jit
     def prepare_rows(self, call: Call, item: Int32, factors: cute.Tensor):
-        """Splits the rows of an entry into fp8 parts in shared memory. All MMA warps call this method when they have finished the
-        previous rows.
+        """Splits the rows of an item's entry into fp8 parts, or quantises them, and stores them in shared memory. All MMA warps
+        call this method when they have issued and completed the MMAs of the previous rows.
 
-        Half of the warps process one row, and the other half the next row. The code is short, because its first execution is bound
-        by instruction fetches.
+        Half of the warps process one row, and the other half the next row. While two rows are split, the loads of the next two are
+        in flight. The code is kept short, because its first execution is bound by instruction fetches.
 
         Args:
-            factors: receives the factors of the sums of this lane's columns.
+            factors: receives the factors of the sums of this lane's pairs, one for each tile of 4 pairs.
         """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
@@ -120,17 +124,19 @@ class Rows(Shapes):
 
     @cute.jit
     def store_row(self, call: Call, row: Int32, chunks: Int32, largest: Int32, numbers: Any):
-        """Splits a row into fp8 parts, and stores the parts. Half of the warps call this method.
+        """Splits a row into fp8 parts (or quantises it), and stores the parts, the row's factor, and each warp's count of inexact
+        elements in shared memory. Half of the warps call this method.
 
         Args:
-            chunks: the number of chunks of the row, with those past the row's end that MMAs read.
+            row: the index of the row in the entry.
+            chunks: the number of chunks of the row, including those past the row's end that MMAs read.
             largest: the bit pattern of the row's amax.
             numbers: this thread's elements.
         """
         thread, _, _ = cute.arch.thread_idx()
         # The float32 exponent field of amax; clamped, so that rows of zeros have a valid factor.
         field = cutlass.max(largest >> 23, 8)
-        scale = as_float((261 - cutlass.min(field, 254)) << 23)  # infinity is handled below
+        scale = as_float((261 - cutlass.min(field, 254)) << 23)  # the factor of a row with infinity or NaN becomes NaN below
         divisor = Float32(1.0)
         if const_expr(self.config.rounded):
             divisor = divisor_of(as_float(largest) * scale, field)
@@ -156,8 +162,8 @@ class Rows(Shapes):
 
     @cute.jit
     def take_rows(self, call: Call, item: Int32, entry: Any, factors: cute.Tensor):
-        """Waits until all warps have stored their parts of the rows. Loads the factors of the sums of this lane's columns."""
-        cute.arch.fence_view_async_shared()
+        """Waits until all warps have stored the rows. Loads the factors of the sums of this lane's pairs to ``factors``."""
+        cute.arch.fence_view_async_shared()  # wgmma reads shared memory by the async proxy
         cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
         if const_expr(not self.config.rounded):
             self.mark_rows(call, item, entry)
@@ -166,7 +172,7 @@ class Rows(Shapes):
 
     @cute.jit
     def mark_rows(self, call: Call, item: Int32, entry: Any):
-        """Marks pairs whose rows have too many elements that fp8 parts cannot represent, see `exact_device`."""
+        """Marks pairs whose rows have too many elements that fp8 parts cannot represent, for the epilogue, see `exact_device`."""
         thread, _, _ = cute.arch.thread_idx()
         k = cutlass.select_(kind_of(item) == W13, call.layer.hidden, call.layer.intermediate)
         if thread < entry.count:
@@ -242,8 +248,15 @@ class Rows(Shapes):
         scale: Float32,
         numbers: Any,
     ):
-        """Splits sixteen elements of a row, and stores the parts in the row's columns. Returns how many of the elements are
-        inexact."""
+        """Splits a chunk of sixteen elements of a row, and stores the parts in the row's columns. Returns how many of the elements
+        are inexact.
+
+        Args:
+            chunk: the index of the chunk in the row.
+            row: the index of the row in the entry.
+            scale: the power of 2 by which elements are multiplied.
+            numbers: the elements as loaded, `chunk_words` registers.
+        """
         words = [[] for _ in range(self.config.parts)]
         if const_expr(self.wide):
             values = [as_float(word) for word in numbers]
@@ -266,7 +279,8 @@ class Rows(Shapes):
 
     @cute.jit
     def store_rounded(self, call: Call, chunk: Int32, row: Int32, scale: Float32, divisor: Float32, numbers: Any):
-        """Quantises sixteen elements of a row, and stores them in the row's column."""
+        """Quantises a chunk of sixteen elements of a row, and stores them in the row's column. ``divisor``: the row's fp8 scale,
+        for elements that have been multiplied by ``scale``. For the other arguments see `store_chunk`."""
         inverse = reciprocal(divisor)
         values = [quotient(as_float(word) * scale, divisor, inverse) for word in numbers]
         words = [pack_fp8(*(values[2 * word + place] for place in (0, 8, 1, 9))) for word in range(4)]
@@ -275,11 +289,13 @@ class Rows(Shapes):
 
     @property
     def exact_from(self) -> int:
-        """The bit pattern of the smallest scaled value that is exact, as float32: 2^-7 with two columns, 2^-9 with three."""
+        """The float32 bit pattern of the magnitude from which the parts represent a scaled element exactly: 2^-7 with two columns,
+        2^-9 with three."""
         return (127 - (9 if self.config.parts > 2 else 7)) << 23
 
     def split(self, first: Float32, second: Float32) -> Any:
-        """Splits two values into fp8 parts. Returns one word for each part, with a byte for each value."""
+        """Splits two values into fp8 parts. Returns one register for each part: the first value's byte is the lowest, the second's
+        follows."""
         parts = self.config.parts
         return cute.arch.inline_ptx(_split(parts), write_only_types=[Uint32] * parts, read_only_args=[first, second])
 

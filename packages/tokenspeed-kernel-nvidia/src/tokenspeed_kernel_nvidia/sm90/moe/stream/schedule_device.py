@@ -1,4 +1,8 @@
-"""The prologue of a CTA of `kernel_device`, which sorts the pairs by expert, and the end, which resets the counters to zero."""
+"""The prologue of a CTA of `kernel_device`, which sorts the pairs by expert, and its end, which resets the global counters.
+
+Each CTA sorts all pairs for itself, in shared memory. So no CTA waits for another CTA's lists. All CTAs must get the same lists,
+because the index of an entry is part of the work items' indices.
+"""
 
 # mypy: ignore-errors
 
@@ -12,8 +16,8 @@ from tokenspeed_kernel_nvidia.cutedsl.registers_device import LANES, lanes_with,
 from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import DONE, ENTRIES, LEFT, READY, TICKET, Call, Shapes, entry_code
 
-_INDEX_BIT = 9  # in `experts_of_pairs`, a pair's expert is below this bit, its index among the expert's pairs above
-_TOTAL_BIT = 16  # in a packed total, the number of pairs is below this bit, the number of entries above
+_INDEX_BIT = 9  # `experts_of_pairs` packs a pair's expert below this bit, and its index among the expert's pairs above
+_TOTAL_BIT = 16  # a packed total has the number of pairs below this bit, and the number of entries above
 
 
 class Schedule(Shapes):
@@ -21,7 +25,8 @@ class Schedule(Shapes):
 
     @cute.jit
     def clear(self, counts: cute.Pointer):
-        """Zeroes the counts of pairs. Must be called before ids are read."""
+        """Zeroes each expert's count of pairs. All threads of the CTA call this method, before `sort_pairs`. It is separate because
+        it can run before the preceding kernel has ended (PDL)."""
         thread, _, _ = cute.arch.thread_idx()
         if thread < MAX_EXPERTS:
             counts[thread] = Int32(0)
@@ -29,11 +34,15 @@ class Schedule(Shapes):
 
     @cute.jit
     def sort_pairs(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
-        """Lists the pairs of each expert, and the entries. All threads of a CTA call this method, and each CTA makes its own lists.
+        """Lists the pairs of each expert, and the entries. All threads of a CTA call this method.
 
-        ``order`` has the pairs sorted by expert. The sort is stable, because an entry must have the same pairs in all CTAs.
-        ``experts_of_pairs`` is negative for pairs that have no expert here. Loops are not unrolled: the code runs once per launch,
-        so instruction fetches take longer than execution.
+        ``order`` has the pairs sorted by expert. The counting sort is stable, so an entry has the same pairs in all CTAs.
+        ``experts_of_pairs`` is negative for pairs without an expert of this rank. Loops are not unrolled: the code runs once per
+        launch, so instruction fetches take longer than execution.
+
+        Args:
+            counts: int32 ``[MAX_EXPERTS]`` in shared memory, zeros; receives the number of pairs of each expert.
+            totals: int32, one for each warp, in shared memory; overwritten.
         """
         experts_of_pairs = call.experts_of_pairs
         thread, _, _ = cute.arch.thread_idx()
@@ -54,7 +63,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def sort_few_pairs(self, call: Call):
-        """Makes the lists of `sort_pairs` for at most 32 pairs, by one warp."""
+        """Makes the lists of `sort_pairs` for at most 32 pairs, one per lane. One warp calls this method."""
         lane = cute.arch.lane_idx()
         expert = Int32(-1)
         if lane < call.tokens * call.layer.top_k:
@@ -63,18 +72,19 @@ class Schedule(Shapes):
 
     @cute.jit
     def list_few_pairs(self, call: Call, expert: Int32):
-        """Makes the lists of `sort_pairs` for at most 32 pairs, by one warp. ``expert`` is the expert of this lane's pair, or -1.
+        """Makes the lists of `sort_pairs` for at most 32 pairs, except ``starts``. One warp calls this method. ``expert``: the
+        expert of this lane's pair, or a negative number.
 
-        Entries have the order in which their experts first occur.
+        Unlike in `sort_pairs`, the experts have the order in which they first occur.
         """
         lane = cute.arch.lane_idx()
         step = self.config.pairs
         real = expert >= 0 and expert < call.layer.experts
         expert = cutlass.select_(real, expert, Int32(-1))
         alike = lanes_with(expert)
-        before = cute.arch.popc(alike & ((Int32(1) << lane) - 1))
+        before = cute.arch.popc(alike & ((Int32(1) << lane) - 1))  # the index of the pair among its expert's pairs
         count = cute.arch.popc(alike)
-        # The numbers of pairs and of entries of each expert, packed, in the lane of the expert's first pair.
+        # The numbers of pairs and of entries of each expert, packed, in the lane of the expert's first pair; 0 in other lanes.
         both = cutlass.select_(real and before == 0, count | (count + step - 1) // step << _TOTAL_BIT, Int32(0))
         ends = warp_prefix_sum(both, lane)
         first_lane = cute.arch.popc((alike & -alike) - 1)
@@ -113,7 +123,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def list_entries(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
-        """Lists the start of each expert's pairs, and the entries. Each thread handles one expert."""
+        """Lists the start of each expert's pairs, and the entries, by a prefix sum over the experts. Thread i handles expert i."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
         step = self.config.pairs
@@ -142,8 +152,8 @@ class Schedule(Shapes):
 
     @cute.jit
     def leave(self, call: Call):
-        """Resets all counters if this CTA is the last one to leave. One warp calls this method, once no thread of the CTA needs the
-        counters any more.
+        """Resets all global counters for the next launch, if this CTA is the last one to call this method. One warp calls it, once
+        no thread of the CTA needs the counters any more.
         """
         lane = cute.arch.lane_idx()
         ctas, _, _ = cute.arch.grid_dim()

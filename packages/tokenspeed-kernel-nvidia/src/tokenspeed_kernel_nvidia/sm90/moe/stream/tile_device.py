@@ -1,12 +1,13 @@
-"""Types shared by all warps of `kernel_device`: the call's arguments, entries, and items.
+"""Types shared by all warps of `kernel_device`: the call's arguments, entries, work items, and the layout of shared memory.
 
-An *entry* is some pairs of one expert, at most as many as are computed at once. They share one read of the weights. An *item* is a
-work item: one panel, or some slabs of a panel, for one entry. Items of w13 and w2 are divided into *ranges*. CTAs take ranges from
-a global counter, all ranges of w13 before any of w2. So a CTA waits only for CTAs that are already running, whatever the number of
-CTAs. At the end each CTA writes a part of the output. No other CTA waits for this part.
+An *entry* is some pairs of one expert, at most `Config.pairs`, which share one read of the weights. An *item* is a work item: one
+panel, or some slabs of a panel, for one entry. Items of w13 and w2 are divided into *ranges*. CTAs take ranges from a global
+counter, all ranges of w13 before any of w2. So a CTA waits only for CTAs that are already running, whatever the number of CTAs. At
+the end each CTA writes a part of the output. No other CTA waits for this part.
 
-A kernel whose CTAs all run at once may split a panel between two consecutive ranges (stream-K). The CTA with the panel's last slabs
-computes them first, and sends its partial sums to the CTA with the panel's first slabs, which computes those last.
+A subclass whose CTAs all run at once may split a panel between two consecutive ranges (stream-K, ``Shapes.splits``). The CTA with
+the panel's last slabs computes them first, and sends its partial sums to the CTA with the panel's first slabs. That CTA computes
+its slabs last, and runs the epilogue.
 """
 
 # mypy: ignore-errors
@@ -24,12 +25,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream.config import BUFFERS, COUNTERS, M
 # Counters in global memory: the next range; finished items of w2; finished CTAs; from READY on, finished items of w13 of each
 # entry.
 TICKET, DONE, LEFT, READY = 0, 1, 2, COUNTERS
-# Kinds of stages: slabs of the two GEMMs, the request to write the output, and the end.
+# Kinds of stages: slabs of the two GEMMs; the message to write the output; and the message that nothing follows.
 W13, W2, COMBINE, END = range(4)
 _LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _INDEX_BIT, _SLAB_BIT, _HEAD_BIT = 2, 3, 4, 15, 24, 30
 _EXPERT_BITS, _FIRST_BITS = 9, 11
 ENTRIES = 0  # index of the number of entries in `sizes`
-ROWS_AT_ONCE = 2  # rows that are prepared at once
+ROWS_AT_ONCE = 2  # rows that the MMA warps prepare at the same time, half of the warps each
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Layer:
     """The plan's sizes and options, and the addresses of weights.
 
     Attributes:
-        w13, w2: the addresses of the panels.
+        w13, w2: the addresses of the panels of all experts, see `mxfp4.layout`.
         w13_strips, w2_strips: the number of strips of an expert.
         w13_bytes, w2_bytes: the bytes of a panel.
         w13_blocks, w2_blocks: the number of k blocks of a panel.
@@ -86,10 +87,12 @@ class Call:
         rows: the address of an entry's rows, see `rows_device`.
         maxima, small, factors: the addresses of three arrays: each warp's amax of rows, its counts of inexact elements, and the
             rows' factors.
-        items: the item of each stage, see `item_code`.
-        partial_items: the item of each buffer of partial sums.
-        sums, heads: the addresses of the buffers: partial sums, and factors and biases of their strips.
-        sizes, starts, entries, order, experts_of_pairs: the lists that `schedule_device` makes.
+        items: the item code of each stage, see `item_code`.
+        partial_items: the item code of each buffer of partial sums.
+        sums, heads: the addresses of the buffers: partial sums, and the row factors and biases of their strips.
+        sizes, starts, entries, order, experts_of_pairs: the lists that `schedule_device` makes: the number of entries; the index in
+            ``order`` of each expert's first pair; the entries, see `entry_code`; the pairs, sorted by expert; and the expert of
+            each pair, negative if it has none.
     """
 
     layer: Layer
@@ -144,7 +147,7 @@ class Place:
 
 
 def entry_code(expert: Int32, first: Int32, count: Int32) -> Int32:
-    """Packs an entry into an int32."""
+    """Packs an entry into an int32: 9 bits of the expert, 11 of the first pair, and the count in the upper bits."""
     return expert | first << _EXPERT_BITS | count << (_EXPERT_BITS + _FIRST_BITS)
 
 
@@ -160,7 +163,8 @@ def pair_of(place: Int32) -> Int32:
 
 
 def beyond_bit(item: Int32) -> Int32:
-    """Returns the bit that marks a pair for the GEMM of an item: the fp8 parts cannot represent the pair's row."""
+    """Returns the bit, above a pair's index in the call's ``order``, that marks the pair for the GEMM of an item: the fp8 parts do
+    not represent the pair's row."""
     return Int32(MAX_PAIRS) << kind_of(item)
 
 
@@ -168,7 +172,9 @@ def item_code(kind: Any, entry: Any = 0, place: Any = 0, last: Any = 0, slab: An
     """Packs an item into an int32.
 
     Args:
-        place: the index of the panel.
+        kind: W13, W2, COMBINE or END.
+        entry: the index of the entry.
+        place: the index of the panel within the panels of the expert.
         last: 1 for the last item of an entry in its range.
         slab: the first slab of the second part of a split panel; 0: the panel is not split.
         is_head: of a split panel, 1 for the first part, 0 for the second.
@@ -188,8 +194,8 @@ def is_last(item: Int32) -> Any:
 
 
 def ahead_of(item: Int32) -> Int32:
-    """Returns the message that announces items of this item's entry. On this message, the MMA warps prepare the entry's rows while
-    the items' weights are in flight.
+    """Returns the message that announces items of this item's entry. When the MMA warps get this message, they prepare the entry's
+    rows, while the bulk copies of the items' weights are already in flight.
     """
     return item | 1 << _AHEAD_BIT
 
@@ -225,7 +231,7 @@ def is_tail(item: Int32) -> Any:
 
 
 def rows_of(item: Int32) -> Int32:
-    """Returns an identifier of an item's entry and GEMM."""
+    """Returns an identifier of an item's entry and GEMM. Items with the same identifier use the same rows in shared memory."""
     return item & ((1 << _INDEX_BIT) - 1 - (1 << _LAST_BIT))
 
 
