@@ -42,8 +42,8 @@ def test_rounded_weights() -> None:
     assert layer.prepared.exact is not None
     assert layer.prepared.exact.tolist() == [0, 1, 1, 0, 1]
     assert layer.prepared.card == (
-        "5 experts: float8 products have the weights of 3 exactly; 2 with scales more than 15 octaves apart in a row have "
-        "16-bit products: 0, 3"
+        "5 experts: float8 MMAs use the weights of 3 exactly; 2 with scales more than 15 octaves apart in a row have "
+        "16-bit MMAs: 0, 3"
     )
     assert layer.prepared.layout == mxfp4_layout.LAYOUT
     plain = mxfp4_layout.prepare_weights(layer.given, layer.plan)
@@ -72,7 +72,7 @@ def test_a_card_of_many_names_some() -> None:
     layer = RandomLayer(CPU, 40, 2, 64, 32, activation_dtype="fp8")
     layer.spread_scales(range(1, 40, 2))
     assert isinstance(layer.prepared, RoundedWeights)
-    assert layer.prepared.card.endswith("16-bit products: 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31 and 4 more")
+    assert layer.prepared.card.endswith("16-bit MMAs: 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31 and 4 more")
 
 
 @pytest.mark.usefixtures("registered")

@@ -57,12 +57,12 @@ class RoundedWeights(MoEWeights, Resource):
         """A sentence that says how many experts use fp8 MMAs, and lists those that use 16-bit MMAs."""
         count = 0 if self.exact is None else len(self.exact)
         if not self.inexact:
-            return f"{count} experts: float8 products have all weights exactly"
+            return f"{count} experts: float8 MMAs use all weights exactly"
         named = ", ".join(map(str, self.inexact_ids[:_NAMED]))
         more = self.inexact - _NAMED
         which = f"{named} and {more} more" if more > 0 else named
-        exact = f"{count} experts: float8 products have the weights of {count - self.inexact} exactly"
-        return f"{exact}; {self.inexact} with scales more than {OCTAVES} octaves apart in a row have 16-bit products: {which}"
+        exact = f"{count} experts: float8 MMAs use the weights of {count - self.inexact} exactly"
+        return f"{exact}; {self.inexact} with scales more than {OCTAVES} octaves apart in a row have 16-bit MMAs: {which}"
 
     def __str__(self) -> str:
         return self.card

@@ -103,7 +103,7 @@ def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: i
     stages = -(-rows // ROWS) * -(-row_bytes // gemm.part_bytes)
     found = layout_of(gemm, tokens, row_bytes, RING_BYTES, stages)
     if found is None or found.chunk_bytes < row_bytes:
-        raise ValueError("wants more shared memory than there is")
+        raise ValueError(f"rmsnorm_qkv_rope: {tokens} tokens of {hidden} elements do not fit into shared memory")
     row_shift = (gemm.warps - 1).bit_length() - (tokens - 1).bit_length()
     return LaunchParameters(
         ctas, row_shift, found.chunk_bytes, found.stages, found.scales, found.activations, found.ring, found.size
