@@ -168,7 +168,7 @@ def test_equal_priorities_are_reported_with_both_origins(all_together: tuple[dic
     (clash,) = result["clashes"]
     assert re.match(
         r"sample_rmsnorm \(.*/sample_kernels/plugin.py:\d+\) and zz_equal_rmsnorm \(.*/sample_broken_kernels/plugin.py:\d+\) "
-        "both have priority 16 and could serve the same norm.rmsnorm request; sample_rmsnorm wins by name",
+        "both have priority 16 and may be eligible for the same norm.rmsnorm request; sample_rmsnorm wins by name",
         clash,
     )
     assert "PriorityClashWarning: " + clash in stderr
