@@ -234,7 +234,7 @@ def test_an_override_does_not_pass_platform_and_formats(add: Callable[..., Any],
         chosen(override="gpu")
     with pytest.raises(NoKernelFoundError, match=r"half, which fails the formats gate: x: bfloat16 .*float16"):
         chosen(override="half")
-    with pytest.raises(NoKernelFoundError, match=r"fast, which fails the solution gate: is of solution triton, the request is for torch"):
+    with pytest.raises(NoKernelFoundError, match=r"fast, .*solution gate: is of solution triton, the request is for torch"):
         chosen(override="fast", solution="torch")
 
 

@@ -182,8 +182,10 @@ class KernelSpec:
         if not config:
             return None
         if config.keys() != self.tunables.keys():
-            declared = ", ".join(self.tunables) or "nothing"
-            return f"sets {', '.join(config)}, but the tunables of {self.name} are {declared}"
+            declared = (
+                f"the tunables of {self.name} are {', '.join(self.tunables)}" if self.tunables else f"{self.name} has no tunables"
+            )
+            return f"sets {', '.join(config)}, but {declared}"
         for name, value in config.items():
             if not any(type(value) is type(allowed) and value == allowed for allowed in self.tunables[name]):
                 return f"{name}={value!r} is not among {', '.join(map(repr, self.tunables[name]))}"
