@@ -133,7 +133,7 @@ def test_a_bound_that_grows_is_decided_once() -> None:
         mha_decode_with_kvcache(**{**arguments, "max_seqlen_k": longest})
     assert len(caller._memo) == before
     for wrong, message in (
-        (17, "at most 16, what 4 pages of 4 tokens a sequence hold"),
+        (17, "at most 16, because page_table has 4 pages of 4 tokens for each sequence"),
         (-1, "at least 0"),
         (4, "at most max_seqlen_k = 4"),
     ):
@@ -181,7 +181,7 @@ OVERLAPS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda b: mha_prefill(*(b[4 * i : 4 * i + 4].view(4, 1, 8) for i in range(3)), _OFFSETS, out=b[2:6].view(4, 1, 8)),
         "out must not overlap q",
     ),
-    "expanded": (lambda b: rmsnorm(b[:4], W, out=b[10:11].expand(4, 8)), "out must have an element of its own in every place"),
+    "expanded": (lambda b: rmsnorm(b[:4], W, out=b[10:11].expand(4, 8)), "out must not have several elements at one address"),
 }
 _OFFSETS = torch.tensor([0, 4], dtype=torch.int32)
 
@@ -449,5 +449,5 @@ def test_a_kernel_that_is_eligible_only_by_name(registry: KernelRegistry) -> Non
     wanted = format_signature(x=dense_tensor_format(torch.float32))
     assert select_kernel("norm", "x", wanted).name == "plain"
     said = explain_selection("norm", "x", wanted)
-    assert " x quick  name: serves only calls that name it: slots that hold no token must be finite" in said
+    assert " x quick  name: is eligible only for calls that name it: slots that hold no token must be finite" in said
     assert select_kernel("norm", "x", wanted, override="quick").name == "quick"

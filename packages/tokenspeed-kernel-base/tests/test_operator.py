@@ -251,7 +251,7 @@ def test_overrides_of_a_call(toy: Any) -> None:
     assert len(toy.launched) == 2
     with pytest.raises(NoKernelFoundError, match="override=: no kernel named absent"):
         toy(X, override="absent")
-    with pytest.raises(NoKernelFoundError, match="solution: is made with spy, triton was asked for"):
+    with pytest.raises(NoKernelFoundError, match="solution: is of solution spy, the request is for triton"):
         toy(X, solution="triton")
 
 
@@ -313,7 +313,7 @@ def fine(x: Tensor, n: int = 0) -> Tensor: ...
         (no_annotation, {}, r"no_annotation\(x\) needs an annotation"),
         (keyword_only, {}, r"keyword_only\(y\): an operator's parameters are positional-or-keyword"),
         (strange, {}, r"y of type .* has no counterpart in a custom operator's schema"),
-        (either, {}, r"either\(x\): a tensor or something else cannot be told apart"),
+        (either, {}, r"either\(x\): a tensor cannot be in a union with another type"),
         (no_return, {}, "no_return must return None, a tensor or a tuple of tensors"),
         (returns_list, {}, "returns_list must return None, a tensor or a tuple of tensors"),
         (no_tensor, {}, "no_tensor.*: an operator takes at least one tensor that may not be absent"),

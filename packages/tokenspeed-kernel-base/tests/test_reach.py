@@ -43,7 +43,7 @@ def test_why_no_call_can_select_a_kernel(cpu: PlatformInfo, kernel: str, reason:
 def test_private_kernels_serve_no_call_of_the_core(cpu: PlatformInfo) -> None:
     reason = why_unreachable("private", "norm.rmsnorm", cpu)
     assert reason is not None
-    assert reason.startswith("private serves only the functions of ")
+    assert reason.startswith("private is private to the functions of ")
 
 
 def test_requirements_of_an_unknown_platform_are_not_tested() -> None:
@@ -52,7 +52,7 @@ def test_requirements_of_an_unknown_platform_are_not_tested() -> None:
 
 def test_a_preference_does_not_reach_kernels_that_must_be_named(cpu: PlatformInfo) -> None:
     reason = why_unreachable("asked_for", "norm.rmsnorm", cpu, by_name=False)
-    assert reason == "asked_for serves only calls that name it: it is slow"
+    assert reason == "asked_for is eligible only for calls that name it: it is slow"
 
 
 def test_a_kernel_that_failed_to_load(registry: KernelRegistry, cpu: PlatformInfo) -> None:

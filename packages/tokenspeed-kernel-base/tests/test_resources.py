@@ -83,7 +83,7 @@ def test_kinds() -> None:
     for body in (two, number):
         body.__annotations__["x"] = Tensor
         body.__annotations__["table"] = Table | (Other if body is two else int)
-        with pytest.raises(TypeError, match=r"\(table\): a resource stands alone"):
+        with pytest.raises(TypeError, match=r"\(table\): a resource cannot be in a union"):
             parse_parameters(body)
 
 
@@ -172,7 +172,7 @@ def test_traits_of_a_resource_gate_kernels(add: Any, asked: list[str]) -> None:
     x, values = torch.ones(2), torch.zeros(2)
     assert add(x, Stated("exact", values)).tolist() == [10.0] * 2
     assert add(x, Stated("rounded", values)).tolist() == [20.0] * 2
-    with pytest.raises(NoKernelFoundError, match="says nothing of rounded, so it does not have it"):
+    with pytest.raises(NoKernelFoundError, match="does not declare the flag rounded, which the request sets"):
         add(x, Stated("rounded", values), override=f"silent_{op.mode}")
     explained = add.explain(x, Stated("rounded", values))
     assert explained.request.traits == {"rounded": True, "name": "rounded"}

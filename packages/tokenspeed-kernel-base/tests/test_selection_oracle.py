@@ -315,7 +315,7 @@ def place(kernel: Kernel, wish: Wish) -> tuple[Any, ...]:
 
 def check_reason(kernel: Kernel, wish: Wish, gate: str, facts: Any, reason: str) -> None:
     if gate == "solution":
-        assert re.fullmatch(rf"is made with {facts[0]}, {facts[1]} was asked for", reason), reason
+        assert re.fullmatch(rf"is of solution {facts[0]}, the request is for {facts[1]}", reason), reason
     elif gate == "platform":
         for fact in facts:
             assert fact in reason, (fact, reason)
@@ -336,13 +336,13 @@ def check_reason(kernel: Kernel, wish: Wish, gate: str, facts: Any, reason: str)
         assert set(reason.split("; ")) in [p for p in phrasings if len(p) == fewest], reason
     else:
         phrases = reason.split("; ")
-        named = [re.match(r"(?:says nothing of |needs )?(\w+)", phrase)[1] for phrase in phrases]  # type: ignore[index]
+        named = [re.match(r"(?:does not declare the flag |needs )?(\w+)", phrase)[1] for phrase in phrases]  # type: ignore[index]
         assert sorted(named) == sorted(facts), (reason, facts)
         for name, phrase in zip(named, phrases, strict=True):
             if name not in wish.traits:
-                assert "does not state" in phrase, phrase
+                assert "does not set" in phrase, phrase
             elif name not in kernel.traits:
-                assert "says nothing of" in phrase, phrase
+                assert "does not declare the flag" in phrase, phrase
             else:
                 assert phrase.startswith(f"{name}={wish.traits[name]} is not "), phrase
 
@@ -508,7 +508,7 @@ def test_the_oracle_notices_a_wrong_selector(monkeypatch: pytest.MonkeyPatch) ->
 
     def gate(spec: KernelSpec, request: Any, **options: Any) -> Any:
         failed = lenient(spec, request, **options)
-        return None if failed and failed[0] == "traits" and "says nothing" in failed[1] else failed
+        return None if failed and failed[0] == "traits" and "does not declare the flag" in failed[1] else failed
 
     monkeypatch.setattr(selection, "gate", gate)
     with pytest.raises(AssertionError):

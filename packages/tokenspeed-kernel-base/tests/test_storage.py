@@ -187,7 +187,7 @@ def test_a_change_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_other_content_and_other_versions_are_refused(tmp_path: Path) -> None:
     with database(tmp_path).changing() as rows:
         rows.put("a", 1)
-    with pytest.raises(DamagedFileError, match="rows is a database of something else"):
+    with pytest.raises(DamagedFileError, match="rows is a database of another program"):
         Database(tmp_path / "rows", "TEST", 1).read()
     with (
         pytest.raises(DamagedFileError, match="rows has version 1, this release reads version 2"),

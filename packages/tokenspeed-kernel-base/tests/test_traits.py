@@ -119,18 +119,18 @@ def test_huge_bounds_are_exact() -> None:
 GAPS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({}, {}, []),
     ({}, {"sinks": False, "head_dim": 64}, []),
-    ({}, {"sinks": True}, ["says nothing of sinks, so it does not have it"]),
+    ({}, {"sinks": True}, ["does not declare the flag sinks, which the request sets"]),
     ({"sinks": any}, {"sinks": True}, []),
     ({"sinks": {True, False}}, {}, []),
     ({"sinks": True}, {"sinks": True}, []),
     ({"sinks": True}, {"sinks": False}, ["sinks=False is not True"]),
-    ({"sinks": True}, {}, ["needs sinks=True, which the request does not state"]),
+    ({"sinks": True}, {}, ["needs sinks=True, which the request does not set"]),
     ({"sinks": False}, {"sinks": True}, ["sinks=True is not False"]),
     ({"sinks": False}, {}, []),
     ({"head_dim": {64, 128}}, {"head_dim": 96}, ["head_dim=96 is not one of 64, 128"]),
     ({"head_dim": 64}, {}, []),
     ({"head_dim": at_most(256), "page": 16}, {"head_dim": 512, "page": 1, "x": True}, [
-        "head_dim=512 is not at most 256", "page=1 is not 16", "says nothing of x, so it does not have it"
+        "head_dim=512 is not at most 256", "page=1 is not 16", "does not declare the flag x, which the request sets"
     ]),
 ]  # fmt: skip
 
@@ -139,7 +139,7 @@ GAPS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 def test_gaps(declared: dict[str, Any], requested: dict[str, Any], gaps: list[str]) -> None:
     rules = {name: as_constraint(value) for name, value in declared.items()}
     assert trait_gaps(rules, requested) == gaps
-    said_something = [g for g in gaps if not g.startswith("says nothing")]
+    said_something = [g for g in gaps if not g.startswith("does not declare")]
     assert trait_gaps(rules, requested, universal=True) == said_something
 
 

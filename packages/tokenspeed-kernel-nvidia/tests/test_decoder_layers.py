@@ -99,7 +99,7 @@ def test_explain_says_why_not_fp8_weights(registered: KernelRegistry, changes: d
         ({"top_k": 5}, "top_k=5 is not at most 4"),
         ({"windows": [-1] * 49}, "layers=49 is not at most 48"),
         ({"kv_lens": [3] * 9}, "tokens=16 is not 1"),
-        ({"activation_dtype": "fp8"}, "says nothing of fp8_activations"),
+        ({"activation_dtype": "fp8"}, "does not declare the flag fp8_activations"),
     ],
     ids=str,
 )

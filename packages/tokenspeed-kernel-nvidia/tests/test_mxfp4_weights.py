@@ -107,7 +107,7 @@ def test_calls_say_whether_experts_are_exact(inexact: list[int]) -> None:
     assert explained.chosen.name == (ours.name if inexact else folding)
     assert explained.request.traits["inexact_experts"] is bool(inexact)
     assert f"  weights  {weights.card}\n" in str(explained)
-    assert ("says nothing of inexact_experts, so it does not have it" in str(explained)) == bool(inexact)
+    assert ("does not declare the flag inexact_experts, which the request sets" in str(explained)) == bool(inexact)
 
 
 def test_other_activations_have_plain_weights() -> None:

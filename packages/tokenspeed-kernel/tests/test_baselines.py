@@ -166,7 +166,7 @@ def test_hints_may_be_left_out() -> None:
 
 
 def test_wrong_declarations_are_rejected(scale: Any) -> None:
-    with pytest.raises(TypeError, match=r"wants queries, z; .* x, y, factor, bias, out"):
+    with pytest.raises(TypeError, match=r"takes queries, z, which .* lacks; .* x, y, factor, bias, out"):
         baseline(scale.mode, name="theirs")(lambda x, queries, z: x)
     with pytest.raises(KeyError, match="did you mean mha_prefill"):
         baseline("mha_prefil")(lambda q: q)
@@ -208,7 +208,7 @@ def test_a_file_declares_baselines_in_order(tmp_path: Path) -> None:
         ("x = 1", "declares no baseline"),
         ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library' (.*baselines.py:1)"),
         ("def f(:", "SyntaxError"),
-        ("from tokenspeed_kernel.workbench.benchmark import baseline\nbaseline('rmsnorm')(lambda nothing: 1)", "wants nothing"),
+        ("from tokenspeed_kernel.workbench.benchmark import baseline\nbaseline('rmsnorm')(lambda nothing: 1)", "takes nothing"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str, said: str) -> None:

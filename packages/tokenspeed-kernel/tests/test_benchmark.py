@@ -117,11 +117,11 @@ def test_the_machine_is_inspected_once() -> None:
 
 
 def test_impossible_timings_are_rejected() -> None:
-    with pytest.raises(ValueError, match="nothing to time"):
+    with pytest.raises(ValueError, match="at least one callable"):
         measure([], "cpu")
-    with pytest.raises(ValueError, match="GPU only, got cpu"):
+    with pytest.raises(ValueError, match="needs a GPU, got cpu"):
         measure(lambda: None, "cpu", cache="cold")
-    with pytest.raises(ValueError, match="at least one call and a GPU, got 1 for cpu"):
+    with pytest.raises(ValueError, match="at least one call and a GPU, got calls=1, device=cpu"):
         measure_graph([lambda: None], "cpu")
 
 

@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[str, str, set[str]]] = {
     "lies_about_head_dim": ("trait edges", r"declares head_dim: 1 to 320, but is wrong at head_dim=3(19|20): output", set()),
     "nan_on_empty": (
         "nothing to do",
-        r"is wrong where there is nothing to do: output.*NaN where the reference has none",
+        r"is wrong if there is nothing to compute: output.*NaN where the reference has none",
         {"values", "trait edges"},
     ),
     "wrong_lse_base": ("values", r"output 1: .*1\.4427 times what is expected throughout \(log2\(e\)", {"trait edges"}),

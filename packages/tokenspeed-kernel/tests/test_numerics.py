@@ -302,13 +302,13 @@ VALUES = torch.linspace(-3, 5, 64)
 @pytest.mark.parametrize(
     ("got", "said"),
     [
-        (VALUES * math.log2(math.e), "1.4427 times what is expected throughout (log2(e): a logarithm of base 2 where the natural"),
+        (VALUES * math.log2(math.e), "1.4427 times what is expected throughout (log2(e): a logarithm of base 2 instead of"),
         (VALUES * math.log(2), "0.69315 times what is expected throughout (ln(2)"),
         (-VALUES, "-1 times what is expected throughout (the sign is wrong)"),
         (VALUES * 2, "got is 2 times what is expected throughout"),
         (VALUES + 0.5, "got is what is expected + 0.5 throughout"),
         (VALUES - 0.5, "got is what is expected - 0.5 throughout"),
-        (VALUES.roll(1), "got has the values that are expected, in other places"),
+        (VALUES.roll(1), "got has the expected values at other positions"),
         (torch.zeros(64), "got is 0 throughout"),
         (torch.full((64,), NAN), "got is NaN throughout"),
     ],

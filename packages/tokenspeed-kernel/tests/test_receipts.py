@@ -165,7 +165,7 @@ def test_without_a_kernel_the_row_says_so(kernel: Any) -> None:
     with tk.kernel_override("gemm", "mm", "elsewhere"):
         row = _row(receipt("llama-3-8b", **SMALL), "decode", "lm head")
     assert row.kernel == ""
-    assert "elsewhere is wanted by kernel_override, but fails the platform gate" in row.reason
+    assert "kernel_override requests elsewhere, which fails the platform gate" in row.reason
 
 
 def test_times_come_from_the_roofline_at_least(llama: Receipt) -> None:

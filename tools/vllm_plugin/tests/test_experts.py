@@ -144,7 +144,7 @@ def test_the_reason_of_every_kernel_is_logged(one_process: Any, own: list[str]) 
     with use_platform(without_triton):
         layer = make_layer(96)
     assert isinstance(layer.routed_experts.quant_method, Own)
-    assert "only reference_moe_apply would serve it, which waits for the device" in own[0]
+    assert "only reference_moe_apply is eligible, and it waits for the device" in own[0]
     assert "moe.moe_apply on sm_50" in own[0]
     assert "needs triton, which " in own[0]
 

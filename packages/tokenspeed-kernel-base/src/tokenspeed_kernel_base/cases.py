@@ -36,6 +36,7 @@ class Draw:
         return (values * scale if scale != 1.0 else values).to(dtype)
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor of values that are uniformly distributed from ``low`` to ``high``, sampled in float32 and cast."""
         values = torch.rand(shape, generator=self.generator, device=self.device)
         return (values * (high - low) + low).to(dtype)
 
@@ -44,6 +45,7 @@ class Draw:
         return torch.randint(low, high, shape, generator=self.generator, device=self.device, dtype=dtype)
 
     def permutation(self, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """The integers 0 to ``n - 1`` in random order, ``[n]``. `order` returns such an order as a list in host memory."""
         return torch.randperm(n, generator=self.generator, device=self.device).to(dtype)
 
     def order(self, n: int) -> list[int]:
@@ -54,6 +56,7 @@ class Draw:
             return torch.randperm(n, generator=self.generator, device=self.generator.device).tolist()
 
     def tensor(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with the given values, which may be nested lists."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def cumulative(self, lengths: Sequence[int]) -> torch.Tensor:

@@ -46,7 +46,7 @@ VARIABLES: dict[str, str] = {
     PREFIX + "COMPILE_POLICY": "what a call does that needs compiling: allow: compile; warn: compile and log; forbid: raise",
     PREFIX + "CAPTURE_SHAPES": "path of a file that receives the shapes of every call; off: they are not recorded",
     PREFIX + "PROFILE": "1: every call in a range that profilers show; a folder: the times of all calls are written there",
-    OVERRIDE_PREFIX + "<FAMILY>_<MODE>": "name of the kernel that serves this operator",
+    OVERRIDE_PREFIX + "<FAMILY>_<MODE>": "name of the kernel that runs this operator",
 }
 
 OFF = "off"

@@ -71,22 +71,23 @@ def {name}({declared}, *, override=None, solution=None):
     namespace = {"_comparisons": comparisons, "_look_up": look_up, **default_values(parameters)}
     function = compile_source(name, source, namespace)
     # torch.compile traces ``_traced`` instead of this function. A test for tracing at every call would cost a tenth of the call.
-    vars(function)["_torchdynamo_inline"] = _traced(parameters, lowered)
+    vars(function)["_torchdynamo_inline"] = _traced(name, parameters, lowered)
     return function
 
 
-def _traced(parameters: Sequence[Parameter], lowered: Callable[..., Any]) -> Callable[..., Any]:
+def _traced(name: str, parameters: Sequence[Parameter], lowered: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that takes the public function's arguments and calls ``lowered``. torch.compile can trace the returned
-    function."""
+    function. ``name``: the operator's name, for the error of a call with wrong arguments."""
     names = tuple(parameter.name for parameter in parameters)
     defaults = {parameter.name: parameter.default for parameter in parameters if not parameter.required}
+    wrong = f"{name} takes ({', '.join(names)}), each at most once; without torch.compile the error names the wrong argument"
 
     def traced(*args: Any, override: str | None = None, solution: str | None = None, **options: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **options}
-        if len(args) > len(names) or len(given) != len(args) + len(options) or any(name not in names for name in options):
-            raise TypeError("the arguments are not those of the operator; call it without torch.compile to see which")
+        if len(args) > len(names) or len(given) != len(args) + len(options) or any(each not in names for each in options):
+            raise TypeError(wrong)
         values = {**defaults, **given}
-        return lowered(*(values[name] for name in names), override, solution)
+        return lowered(*(values[each] for each in names), override, solution)
 
     return traced
 

@@ -89,7 +89,7 @@ class Declaration(Options):
         takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
         wanted = self.names if takes_all else code.co_varnames[leading : code.co_argcount + code.co_kwonlyargcount]
         if name in STEPS and self.planned is None:
-            raise TypeError(f"{self}: it has a {name} hook, and does not say by planned= which parameter is the plan")
+            raise TypeError(f"{self}: a {name} hook needs planned=, the name of the parameter that takes the plan")
         if name == "plan":  # takes facts about later calls, and no arguments of a call
             self._hooks[name] = hook
             for other in _PLANNED_HOOKS & self._wanted.keys():

@@ -29,7 +29,7 @@ class Options:
             that a call writes to must not overlap any other argument.
         hints: parameters that repeat a tensor's values on the host. Kernels may use hints to save work. Decisions do not depend on
             hints.
-        exact: whether kernels must match the body bit for bit.
+        exact: whether kernels must match the body bit for bit, except for the payload of NaNs.
         reference_traits: constraints of the reference (the body), if it does not support every call that the signature allows.
         composed_traits: constraints of the composed kernel, which runs the operator's parts one after another. Such constraints are
             needed, for example, if the parts cannot read objects that are prepared for this operator's own kernels.

@@ -183,7 +183,7 @@ def parse_parameters(
             made = dataclasses.replace(made, bound=True)
         if made.name in limiting:
             if made.bound or made.types != (int,):
-                raise TypeError(f"{where}: what may be unlimited must be annotated as int, and be no bound")
+                raise TypeError(f"{where}: a parameter in unlimited= must be annotated as int, and must not be in bounds=")
             made = dataclasses.replace(made, unlimited=True)
         parsed.append(made)
     return tuple(parsed)
@@ -227,9 +227,9 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
     if len(classes) == 1 and issubclass(classes[0], Resource):
         return Parameter(name, Kind.RESOURCE, classes, optional, default)
     if any(issubclass(c, Resource) for c in classes):
-        raise TypeError(f"{where}: a resource stands alone in an annotation")
+        raise TypeError(f"{where}: a resource cannot be in a union with anything but None, got {annotation}")
     if torch.Tensor in classes:
-        raise TypeError(f"{where}: a tensor or something else cannot be told apart cheaply; declare it a hint or split it")
+        raise TypeError(f"{where}: a tensor cannot be in a union with another type, got {annotation}; use hints= or two parameters")
     return Parameter(name, Kind.VALUE, classes, optional, default)
 
 

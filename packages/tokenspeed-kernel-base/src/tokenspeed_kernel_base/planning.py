@@ -124,7 +124,9 @@ def warn_of_reference(called: str, explanation: Explanation) -> None:
     nearest = next((verdict for verdict in rejected if verdict.gate == "traits"), rejected[0] if rejected else None)
     why = f"; {nearest.spec.name} is not eligible: {nearest.reason}" if nearest else ""
     warnings.warn(
-        f"{called}: no kernel for {request.platform} serves this; {chosen.name} will, slowly{why}", ReferenceWarning, stacklevel=5
+        f"{called}: no kernel for {request.platform} is eligible, so {chosen.name} runs, slowly{why}",
+        ReferenceWarning,
+        stacklevel=5,
     )
 
 
@@ -184,7 +186,7 @@ def check_layout(check: Checker, weights: Any, plan: Any, prepare: str) -> None:
     """
     layout = layout_of(weights)
     if layout != plan.weight_layout:
-        wanted = f"{plan.weight_layout!r}, which {plan.kernel} of the plan wants: {prepare}(weights, plan) makes it"
+        wanted = f"{plan.weight_layout!r}, which the plan's kernel {plan.kernel} reads: {prepare}(weights, plan) converts to it"
         check.fail("weights.layout", wanted, repr(layout))
 
 
@@ -266,7 +268,7 @@ class Preparation(NamedTuple):
         if preprocessor is not None:
             return preprocessor(given, plan)
         if layout != CANONICAL:
-            because = f"kernel {spec.name} ({spec.origin}) wants that and has no weight_preprocessor"
+            because = f"kernel {spec.name} ({spec.origin}) needs that layout and has no weight_preprocessor"
             self.check.fail(f"{argument}.layout", f"{layout!r} already, because {because}", repr(CANONICAL))
         return given
 
@@ -279,5 +281,5 @@ class Preparation(NamedTuple):
         if self.package is not None and spec.package != self.package:
             self.check.fail(argument, f"a kernel of {self.package}", f"{plan.kernel!r} of {spec.package}")
         if self.package is None and not KernelRegistry.get().is_public(plan.kernel):
-            self.check.fail(argument, "a kernel that serves everyone", f"{plan.kernel!r}, which serves {spec.package} alone")
+            self.check.fail(argument, "a public kernel", f"{plan.kernel!r}, which is private to {spec.package}")
         return spec

@@ -67,7 +67,7 @@ def check_overlaps(
     for name in written:
         if name in tensors and memory.repeats_itself(tensors[name]):
             strides = f"strides {list(tensors[name].stride())}"
-            raise ValueError(f"{mode}: {name} must have an element of its own in every place, got {strides}")
+            raise ValueError(f"{mode}: {name} must not have several elements at one address, got {strides}")
     for name, other, may_be_one in pairs:
         one, two = tensors.get(name), tensors[other]
         if one is None or one.is_meta or not memory.overlap(one, two):

@@ -36,9 +36,9 @@ def why_unreachable(kernel: str, operator: str, platform: PlatformInfo | None = 
     registry = KernelRegistry.get()
     spec = registry.get_by_name(kernel)
     if not registry.is_public(kernel):
-        return f"{kernel} serves only the functions of {spec.package}"
+        return f"{kernel} is private to the functions of {spec.package}"
     if spec.only_by_name and not by_name:
-        return f"{kernel} serves only calls that name it: {spec.only_by_name}"
+        return f"{kernel} is eligible only for calls that name it: {spec.only_by_name}"
     gap = None if platform is None else spec.capability.gap(platform)
     if gap is not None:
         return f"{kernel} cannot run on {platform}: {gap}"

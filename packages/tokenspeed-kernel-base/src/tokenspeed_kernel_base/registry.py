@@ -45,7 +45,7 @@ class PriorityClash(NamedTuple):
     def __str__(self) -> str:
         a, b = sorted((self.first, self.second), key=lambda spec: spec.name)
         return (
-            f"{a.name} ({a.origin}) and {b.name} ({b.origin}) both have priority {a.priority} and could serve the same "
+            f"{a.name} ({a.origin}) and {b.name} ({b.origin}) both have priority {a.priority} and may be eligible for the same "
             f"{a.operator} request; {a.name} wins by name. Give one of them another priority."
         )
 

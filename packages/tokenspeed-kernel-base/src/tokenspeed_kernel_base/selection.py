@@ -205,14 +205,14 @@ def override_of_call(family: str, mode: str, kernel: str | None) -> Override | N
 
 
 GATES = {
-    "package": "it belongs to the package whose kernels are asked for, if the request asks for one's",
-    "solution": "it is made with the solution that is asked for, if the request asks for one",
-    "name": "the request names it, if it declares to serve no others",
-    "platform": "the platform has what it needs",
-    "formats": "it declares the formats of the operands",
-    "implementation": "importing it has not failed before, and it was not disabled, as by a failed self-check",
-    "parameters": "its implementation takes every parameter that the call does not leave at its default",
-    "traits": "its constraints hold, and it has every flag that is set",
+    "package": "it belongs to the request's package, if the request is limited to a package",
+    "solution": "it has the request's solution, if the request is limited to a solution",
+    "name": "the request names it, if it is declared with ``only_by_name``",
+    "platform": "the platform meets its requirements",
+    "formats": "it declares the formats of the request's operands",
+    "implementation": "it was not disabled, for example by a failed import or a failed self-check",
+    "parameters": "its implementation takes every parameter that the call sets to a value other than the default",
+    "traits": "the request's traits meet its constraints, and it declares every flag that the request sets",
 }
 """The gates in order: each gate's name, and the statement that is true of a kernel that passes. An override bypasses the name gate,
 and the traits gate except for fixed traits.
@@ -226,11 +226,11 @@ def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tup
     """Returns the first of `GATES` that a kernel fails, with the reason; None if the kernel passes all gates. ``overridden``
     bypasses the name gate, and the traits gate except for fixed traits."""
     if request.package is not None and spec.package != request.package:
-        return "package", f"belongs to {spec.package}; only kernels of {request.package} were asked for"
+        return "package", f"belongs to {spec.package}, the request is for kernels of {request.package}"
     if request.solution is not None and spec.solution != request.solution:
-        return "solution", f"is made with {spec.solution}, {request.solution} was asked for"
+        return "solution", f"is of solution {spec.solution}, the request is for {request.solution}"
     if spec.only_by_name and not overridden:
-        return "name", f"serves only calls that name it: {spec.only_by_name}"
+        return "name", f"is eligible only for calls that name it: {spec.only_by_name}"
     gap = spec.capability.gap(request.platform)
     if gap is not None:
         return "platform", gap
@@ -286,7 +286,7 @@ def _preference(spec: KernelSpec, request: Request) -> tuple[float, str]:
     if objective is SelectionObjective.DEFAULT:
         return 0, ""
     if objective is SelectionObjective.DEBUG:
-        return -spec.priority, "debug prefers the plainest"
+        return -spec.priority, "objective debug prefers the lowest priority"
     if objective is SelectionObjective.PORTABILITY:
         capability = spec.capability
         demands = sum(
@@ -359,7 +359,7 @@ def _configuration(
 def _why_no_override(override: Override, request: Request, rejected: Iterable[Verdict]) -> str:
     for verdict in rejected:
         if verdict.spec.name == override.kernel:
-            return f"{override.kernel} is wanted by {override.source}, but fails the {verdict.gate} gate: {verdict.reason}"
+            return f"{override.source} requests {override.kernel}, which fails the {verdict.gate} gate: {verdict.reason}"
     near = nearest_kernel(override.kernel, KernelRegistry.get().get_for_operator(request.family, request.mode, request.package))
     try:
         spec = KernelRegistry.get().get_by_name(override.kernel)
@@ -368,10 +368,10 @@ def _why_no_override(override: Override, request: Request, rejected: Iterable[Ve
     if spec.operator != request.operator:
         problem = f"implements {spec.operator}, not {request.operator}{near}"
     elif request.package is not None:
-        problem = f"is no kernel of {request.package}"
+        problem = f"does not belong to {request.package}"
     else:
-        problem = f"serves only the functions of {spec.package}"
-    return f"{override.kernel} is wanted by {override.source}, but {problem}"
+        problem = f"is private to the functions of {spec.package}"
+    return f"{override.source} requests {override.kernel}, which {problem}"
 
 
 def _no_such_solution(solution: str, specs: Iterable[KernelSpec]) -> str:

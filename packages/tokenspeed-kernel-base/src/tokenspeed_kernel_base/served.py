@@ -63,7 +63,7 @@ def plan_for(function: Any, *sizes: int, device: torch.device, **options: Any) -
     spec, platform = KernelRegistry.get().get_by_name(plan.kernel), platform_of(device)
     if _blocks_graphs(spec, platform):
         explanation = function.operator.consider_plan(plan, platform, solution=None, override=None, package=None)
-        raise NotServedError(f"only {spec.name} would serve it, which waits for the device:\n{explanation}")
+        raise NotServedError(f"only {spec.name} is eligible, and it waits for the device:\n{explanation}")
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Code that the engines' plugins share for latent attention (MLA): properties of layers, and calls that ask for kernels."""
+"""Code that the engines' plugins share for latent attention (MLA): properties of layers, and calls that select kernels."""
 
 from __future__ import annotations
 

@@ -34,10 +34,10 @@ MAX_PRIORITY = 19
 CANONICAL = "canonical"
 
 TAGS = {
-    "determinism": "it gives the same bits from run to run, which the conformance kit checks; the objective prefers it",
+    "determinism": "it gives the same bits from run to run, as the conformance kit checks; the objective of this name prefers it",
     "batch_invariant": "an item's result does not depend on what else is in its batch, which the conformance kit checks",
-    "fp8_weights": "it may round the softmax's weights to fp8 where an operand is fp8; the objective `accuracy` avoids it",
-    "waits": "it may wait for the device, so that it is not for CUDA graphs",
+    "fp8_weights": "it may round softmax probabilities to fp8 if an operand is fp8; the objective `accuracy` avoids it",
+    "waits": "it may wait for the device, so a CUDA graph cannot capture it",
 }
 """The tags that a kernel may have, with their meanings."""
 
@@ -131,7 +131,7 @@ class KernelSpec:
         except TypeError as error:
             raise RegistrationError(f"{self.name}: trait {trait}: {error} ({self.origin})") from None
         if not constraint.satisfiable():
-            raise RegistrationError(f"{self.name}: trait {trait} is constrained such that no value will do ({self.origin})")
+            raise RegistrationError(f"{self.name}: trait {trait} has a constraint that no value satisfies ({self.origin})")
         return constraint
 
     def _check_signatures(self) -> None:
@@ -144,7 +144,7 @@ class KernelSpec:
         object.__setattr__(self, "format_signatures", frozenset(listed))
         if not self.format_signatures:
             raise RegistrationError(
-                f"{self.name}: signatures is empty, so no request could reach it; None means all ({self.origin})"
+                f"{self.name}: signatures is empty, so no request would match; pass None to accept all ({self.origin})"
             )
 
     def _check_tunables(self) -> None:
@@ -165,7 +165,7 @@ class KernelSpec:
                     f"({self.origin})"
                 )
         if self.tunable_if is not None and not (callable(self.tunable_if) and self.tunables):
-            what = f"a function, got {self.tunable_if!r}" if self.tunables else "left out where there are no tunables"
+            what = f"a function, got {self.tunable_if!r}" if self.tunables else "None, because the kernel has no tunables"
             raise RegistrationError(f"{self.name}: tunable_if must be {what} ({self.origin})")
         object.__setattr__(self, "tunables", MappingProxyType(frozen))
 
@@ -182,8 +182,10 @@ class KernelSpec:
         if not config:
             return None
         if config.keys() != self.tunables.keys():
-            declared = ", ".join(self.tunables) or "nothing"
-            return f"sets {', '.join(config)}, where {self.name} lets {declared} be set"
+            declared = (
+                f"the tunables of {self.name} are {', '.join(self.tunables)}" if self.tunables else f"{self.name} has no tunables"
+            )
+            return f"sets {', '.join(config)}, but {declared}"
         for name, value in config.items():
             if not any(type(value) is type(allowed) and value == allowed for allowed in self.tunables[name]):
                 return f"{name}={value!r} is not among {', '.join(map(repr, self.tunables[name]))}"

@@ -270,7 +270,7 @@ class Database:
         if application == self._application:
             raise DamagedFileError(f"{self.path} has version {version}, this release reads version {self._version}")
         if application or connection.execute("SELECT 1 FROM sqlite_master").fetchone() is not None:
-            raise DamagedFileError(f"{self.path} is a database of something else")
+            raise DamagedFileError(f"{self.path} is a database of another program")
         return False
 
 

@@ -187,13 +187,13 @@ def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any],
         constraint = declared.get(name)
         if constraint is None:
             if value is True and not universal:
-                gaps.append(f"says nothing of {name}, so it does not have it")
+                gaps.append(f"does not declare the flag {name}, which the request sets")
         elif not constraint.accepts(value):
             gaps.append(f"{name}={value} is not {constraint}")
     for name, constraint in declared.items():
         # A kernel that requires a flag to be True is not eligible for a request without this flag.
         if name not in requested and constraint.only_true():
-            gaps.append(f"needs {name}=True, which the request does not state")
+            gaps.append(f"needs {name}=True, which the request does not set")
     return gaps
 
 

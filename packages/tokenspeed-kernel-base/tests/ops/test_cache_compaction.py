@@ -64,7 +64,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"path": ints(0, 1)}, ValueError, r"path must be of shape \[batch, nodes\]"),
     ({"path": torch.zeros(1, 3).long()}, TypeError, "path must be a tensor of int32, got int64"),
     ({"counts": ints(1, 1)}, ValueError, "counts must be of shape .* where batch is 1"),
-    ({"cache_seqlens": ints(9)}, ValueError, "cache_seqlens must be at most 8, what the pages of a sequence hold, got 9"),
+    (
+        {"cache_seqlens": ints(9)},
+        ValueError,
+        "cache_seqlens must be at most 8, the tokens that the pages of a sequence hold, got 9",
+    ),
     ({"page_table": ints(0, 2).view(1, 2)}, ValueError, r"page_table\[0, 1\] must be a page of k_cache, 0 to 1"),
 ]
 

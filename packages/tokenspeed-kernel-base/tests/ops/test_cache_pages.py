@@ -82,7 +82,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"source_pages": torch.tensor([0.0])}, TypeError, "source_pages must be a tensor of int32 or int64"),
     ({"target_pages": torch.tensor([1, 2])}, ValueError, "target_pages must be of shape .* where count is 1 in source_pages"),
     ({"source_pages": torch.tensor([4])}, ValueError, "source_pages must be below 4, the number of pages .*, got 4"),
-    ({"target_pages": torch.tensor([0])}, ValueError, "target_pages must be no source page, as source is None, got page 0 is both"),
+    (
+        {"target_pages": torch.tensor([0])},
+        ValueError,
+        "target_pages must be distinct from source_pages, because source is None, got page 0 in both",
+    ),
     ({"source": torch.ones(4, 2, 5)}, ValueError, r"source must be of shape .* where width is 3 in cache"),
     ({"source": torch.ones(4, 2, 3).to(E4M3)}, TypeError, "source must be a tensor of float32, got float8_e4m3fn"),
 ]

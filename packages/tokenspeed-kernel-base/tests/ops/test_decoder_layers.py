@@ -171,7 +171,7 @@ def layer(**changes: Any) -> DecoderLayer:
 @pytest.mark.parametrize(
     ("layers", "error", "message"),
     [
-        ([], ValueError, "layers must be at least one, got none"),
+        ([], ValueError, "layers must hold at least one layer, got none"),
         (
             [layer(), layer(router=torch.ones(5, 32))],
             ValueError,

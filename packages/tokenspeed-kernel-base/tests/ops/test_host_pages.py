@@ -74,7 +74,7 @@ def test_invalid_arguments_of_host_pages(arguments: dict[str, Any], said: str) -
 @pytest.mark.parametrize(
     ("store", "pages", "host_pages", "said"),
     [
-        (True, [0, 1], [0], "host_pages must be as many as pages, 2, got 1"),
+        (True, [0, 1], [0], "host_pages must be 2 indices, as many as pages, got 1"),
         (True, [0, 7], [0, 1], "pages must be 0 to 6, got 7"),
         (True, [0], [9], "host_pages must be 0 to 8, got 9"),
         (True, [0, 1, 1], [2, 3, 2], "host_pages must be distinct, got 2 twice"),

@@ -139,9 +139,9 @@ def caches(**changes: Any) -> dict[str, Any]:
 
 
 WRONG_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"rope_cache": None}, ValueError, "rope_cache must be a tensor, as kv_scale_cache is given, got None"),
-    ({"kv_scale_cache": None}, ValueError, "kv_scale_cache must be a tensor, as rope_cache is given, got None"),
-    ({"kv_scale": torch.tensor(1.0)}, ValueError, "kv_scale must be None, as kv_scale_cache is given"),
+    ({"rope_cache": None}, ValueError, "rope_cache must be a tensor, because kv_scale_cache is given, got None"),
+    ({"kv_scale_cache": None}, ValueError, "kv_scale_cache must be a tensor, because rope_cache is given, got None"),
+    ({"kv_scale": torch.tensor(1.0)}, ValueError, "kv_scale must be None, because kv_scale_cache is given"),
     ({"kv_cache": torch.zeros(2, 4, RANK + ROPE).to(E4M3)}, ValueError, "kv_cache must be of shape .* where kv_lora_rank is 256"),
     ({"kv_cache": torch.zeros(2, 4, RANK, dtype=BF16)}, TypeError, "kv_cache must be a tensor of float8_e4m3fn, got bfloat16"),
     ({"kv_scale_cache": torch.zeros(2, 4, 1)}, ValueError, "kv_scale_cache must be of shape .* where scale_groups is 2 in kv_lora"),

@@ -246,7 +246,7 @@ WRONG_PROBS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target_probs": torch.ones(2, 3, 5).half()}, TypeError, "target_probs must be a tensor of float32, got float16"),
     ({"target_probs": torch.ones(2, 4, 5)}, ValueError, "target_probs must be of shape .* where nodes is 3 in draft_tokens"),
     ({"draft_probs": torch.ones(2, 2, 6)}, ValueError, "draft_probs must be of shape .* where vocab is 5 in target_probs"),
-    ({"draft_probs": torch.ones(2, 4, 5)}, ValueError, "draft_probs must be of at most 3 rows, one a node"),
+    ({"draft_probs": torch.ones(2, 4, 5)}, ValueError, "draft_probs must be of at most 3 rows, one for each node"),
     ({"draft_tokens": torch.ones(2, 3)}, TypeError, "draft_tokens must be a tensor of int32 or int64"),
     ({"parents": torch.ones(2, 3).long()}, TypeError, "parents must be a tensor of int32, got int64"),
     ({"seed": torch.tensor([1, 2, 3])}, ValueError, "seed must be of shape .* where batch is 2"),

@@ -139,7 +139,7 @@ def test_a_configuration_that_is_declared_no_more_is_stale(lab: Any) -> None:
     register_kernel(
         "testing", "lab", name="settable", solution="lab", signatures=None, traits={"width": any}, tunables={"wait": [1]}
     )("lab_kernels:settable")  # fmt: skip
-    assert "lets wait be set" in lab.lab.explain(torch.ones(2, 4)).notes[0]
+    assert "the tunables of settable are wait" in lab.lab.explain(torch.ones(2, 4)).notes[0]
 
 
 def test_a_kernel_that_is_gone_does_not_matter(lab: Any) -> None:

@@ -311,12 +311,12 @@ def test_protocols_by_size() -> None:
     assert memory.protocol(ONE_SHOT_MOST[4] + CHUNK, CHUNK) == TWO_SHOT
     assert memory.protocol(1 << 20, CHUNK) == TWO_SHOT
     assert memory.protocol((1 << 20) + CHUNK, CHUNK).startswith("none: ")
-    assert memory.protocol(100, CHUNK) == "none: 100 bytes are no multiple of 16"
+    assert memory.protocol(100, CHUNK) == "none: 100 bytes are not a multiple of 16"
     # The size of a row is rounded up to a multiple of `UNIT`, and each rank's share to whole rows.
     assert PeerMemory(0, 2, torch.device("cpu"), 5 * UNIT, 0).protocol(5 * 16, 16) == ONE_SHOT
     assert (
         PeerMemory(0, 2, torch.device("cpu"), 5 * UNIT, 0).protocol(6 * 16, 16)
-        == "none: 3072 bytes are more than the 2560 that there are for one_shot"
+        == "none: 3072 bytes exceed the 2560 bytes of peer memory for one_shot"
     )
     assert PeerMemory(0, 2, torch.device("cpu"), 0, 5 * UNIT).protocol(6 * 16, 16) == TWO_SHOT
 

@@ -179,7 +179,7 @@ def test_a_case_for_two_is_verified_by_two() -> None:
     spec = KernelRegistry.get().get_by_name("reference_all_reduce")
     case = next(case for case in get_operator("all_reduce").all_cases() if case.world_size == 2 and not case.large)
     result = verify_case(spec, case, "cpu")
-    wanted = {**GLOO, "link": "host memory", "protocol": "none: 4290 bytes are no multiple of 16"}
+    wanted = {**GLOO, "link": "host memory", "protocol": "none: 4290 bytes are not a multiple of 16"}
     assert (result.status, result.traits) == (Status.PASSED, wanted), result.reason
     assert result.comparisons
 

@@ -202,7 +202,8 @@ def _check_plugins(findings: list[Finding]) -> None:
         for name, trace in KernelRegistry.get().load_failures().items()
     ]
     findings += [
-        Finding(True, str(clash), "give one another priority, or disable its plugin") for clash in KernelRegistry.get().clashes()
+        Finding(True, str(clash), "give one of the two another priority, or disable its plugin")
+        for clash in KernelRegistry.get().clashes()
     ]
 
 

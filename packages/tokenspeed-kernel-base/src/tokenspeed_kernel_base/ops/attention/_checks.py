@@ -30,7 +30,7 @@ def check_tree(check: Checker, tree_mask: Tensor | None, window_left: int) -> No
     """Checks the masks of draft trees. Call this function after ``tokens`` is bound."""
     check.tensor("tree_mask", tree_mask, "tokens", torch.int64)
     fits = tree_mask is None or window_left < 0 or window_left >= MAX_TREE - 1
-    check.require(fits, "window_left", f"-1 or at least {MAX_TREE - 1}, as a node sees all that it continues", window_left)
+    check.require(fits, "window_left", f"-1 or at least {MAX_TREE - 1}, because a node sees all its ancestors", window_left)
 
 
 def check_offsets(check: Checker, name: str, offsets: Tensor | None, batch: int | None = None) -> None:
@@ -60,8 +60,8 @@ def _check_paging(check: Checker, page_table: Tensor, cache_seqlens: Tensor, max
         check.bound("max_seqlen_k", max_seqlen_k)
         return
     pages, page_size = check["max_pages"], check["page_size"]
-    hold = f"what {pages} pages of {page_size} tokens a sequence hold"
-    check.bound("max_seqlen_k", max_seqlen_k, 0, pages * page_size, hold)
+    why = f"because page_table has {pages} pages of {page_size} tokens for each sequence"
+    check.bound("max_seqlen_k", max_seqlen_k, 0, pages * page_size, why)
 
 
 def check_caches(
@@ -241,7 +241,7 @@ def check_values_ragged(
     offsets, name = (cu_seqlens, "cu_seqlens") if cu_seqlens is not None else (hint, "cu_seqlens_cpu")
     check_values_offsets(check, name, offsets, q.shape[0], "q", "max_seqlen", max_seqlen, padded=True)
     if hint is not None and cu_seqlens is not None and not (hint.shape == cu_seqlens.shape and bool((hint == cu_seqlens).all())):
-        check.fail("cu_seqlens_cpu", f"what cu_seqlens says, {describe(cu_seqlens.tolist())}", hint.tolist())
+        check.fail("cu_seqlens_cpu", f"equal to cu_seqlens, {describe(cu_seqlens.tolist())}", hint.tolist())
 
 
 def _read_hint(check: Checker, name: str, hint: Sequence[int] | Tensor | None) -> Tensor | None:
@@ -315,5 +315,5 @@ def check_values_extension(
         q_lens = cu_seqlens_q.diff()
         if (q_lens > cache_seqlens).any():
             at = int((q_lens - cache_seqlens).argmax())
-            expected = f"at least the {int(q_lens[at])} new tokens that cu_seqlens_q gives sequence {at}, which the cache holds too"
+            expected = f"at least {int(q_lens[at])}, because it includes the new tokens that cu_seqlens_q gives sequence {at}"
             check.fail(f"cache_seqlens[{at}]", expected, int(cache_seqlens[at]))

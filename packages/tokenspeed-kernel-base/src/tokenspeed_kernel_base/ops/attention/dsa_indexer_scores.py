@@ -54,7 +54,7 @@ def dsa_indexer_scores(
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
-        k: q's dtype ``[keys, head_dim]``.
+        k: q's dtype ``[keys, head_dim]``; without cu_seqlens_kv, keys is tokens.
         weights: float32 (float64 for a float64 q) ``[tokens, heads]``. Include all factors of a head's scores here, also the scale
             of an fp8 q.
         cu_seqlens: int32 ``[batch + 1]``, the offsets in q at which sequences begin; the last entry is the end of the last

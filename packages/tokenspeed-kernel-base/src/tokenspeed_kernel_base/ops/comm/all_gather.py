@@ -27,9 +27,13 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
     peer memory, the ranks compare their calls at the first call of each shape and dtype. This comparison waits for other ranks at
     most ``group.time_limit_s``.
 
+    The bits of x are copied, with one exception: kernels that use peer memory may return 0.0 for a -0.0 of a float16 or bfloat16 x.
+    These kernels wait for other ranks at most ``group.peer_time_limit_s``; after that, the launch fails.
+
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[rows, ...]``. The operator does not write to x.
-        group: the ranks that take part. Made by `ProcessGroup.of`.
+        group: the ranks that take part. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that access
+            peer memory directly instead of calling a communication library.
         out: receives the result.
 
     Returns:

@@ -133,7 +133,7 @@ class ProcessGroup(Resource):
             for name, wanted in (("one_shot_bytes", one_shot_bytes), ("two_shot_bytes", two_shot_bytes)):
                 there = getattr(known.peers, name)
                 if wanted is not None and wanted > there:
-                    raise ValueError(f"{name} must be at most {there}, with which {known} was made first, got {wanted}")
+                    raise ValueError(f"{name} must be at most {there}, the size in the first call for {known}, got {wanted}")
         return known
 
     @property
@@ -283,7 +283,7 @@ def _connect(
     if world_size == 1:
         return cls(group, peers="the group has one rank")
     if backend not in _PEER_BYTES:
-        return cls(group, peers=f"peers' memory is reached in groups of gloo and nccl, not of {backend}")
+        return cls(group, peers=f"peer memory needs the backend gloo or nccl, the group has {backend}")
     sizes = _sizes(world_size, _PEER_BYTES[backend], one_shot_bytes, two_shot_bytes)
     control = group
     if backend == "nccl":

@@ -132,13 +132,13 @@ class PeerMemory:
         """Returns why a protocol cannot send a message of rows, or None if it can."""
         for size in (row_bytes, nbytes):
             if size % VECTOR:
-                return f"{size} bytes are no multiple of {VECTOR}"
+                return f"{size} bytes are not a multiple of {VECTOR}"
         rows, row = -(-nbytes // row_bytes), _whole_units(row_bytes)
         if protocol == TWO_SHOT:
             needed, most = -(-rows // self.world_size) * row, self.share_bytes
         else:
             needed, most = (rows - 1) * row + _whole_units(nbytes - (rows - 1) * row_bytes), self.one_shot_bytes
-        return f"{needed} bytes are more than the {most} that there are for {protocol}" if needed > most else None
+        return f"{needed} bytes exceed the {most} bytes of peer memory for {protocol}" if needed > most else None
 
 
 def _whole_units(nbytes: int) -> int:
@@ -215,7 +215,7 @@ def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
     if not cuda:
         return None
     if torch.version.hip is not None:
-        return "kernels between peers have run on emulated AMD GPUs only"
+        return "peer memory is off on AMD GPUs: its kernels have run only in the emulator"
     if len({uuid for _, _, uuid in all_of}) < len(all_of):
         return "several ranks share a GPU, where a kernel of one may wait for a kernel of another that cannot start"
     visible = _visible()

@@ -28,11 +28,13 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) ->
     most ``group.time_limit_s``.
 
     float16 and bfloat16 are accumulated in float32 and rounded once. Kernels may also round partial sums to x's dtype, at most
-    once for each rank. The order in which the ranks' values are added is unspecified.
+    once for each rank. The order in which the ranks' values are added is unspecified. Kernels that use peer memory wait for other
+    ranks at most ``group.peer_time_limit_s``; after that the launch fails.
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[world_size * rows, ...]``. The operator does not write to x.
-        group: the ranks that take part. Made by `ProcessGroup.of`.
+        group: the ranks that take part. Made by `ProcessGroup.of`, or by `ProcessGroup.with_peer_memory` for kernels that access
+            peer memory directly instead of calling a communication library.
         out: receives the result.
 
     Returns:

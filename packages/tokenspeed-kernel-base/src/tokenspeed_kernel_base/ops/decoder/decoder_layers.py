@@ -41,7 +41,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 # The rounded intermediates of a layer: the normalised input, qkv, attention's output, its projection, the residual, the normalised
 # residual, the logits, and the sum over the experts.
 _ROUNDED = 8
-_SUMMED = 2  # further ones, if ranks share the layers: the sums over ranks of the projection and of the experts
+_SUMMED = 2  # further rounded intermediates if ranks share the layers: the sums over ranks of the projection and of the experts
 
 
 @operator(
@@ -122,7 +122,7 @@ def decoder_layers(
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Also raised at the first
             call, if another rank makes a different call.
-        RuntimeError: at the first call, another rank did not make the call within the group's time limit.
+        RuntimeError: at the first call, another rank did not make the call within the time limit ``group.time_limit_s``.
         NoKernelFoundError: no registered kernel supports the plan and the layout of the experts.
 
     Example:
@@ -343,7 +343,7 @@ def _(
     check.require(longest <= most, "cache_seqlens", f"at most {most}, the positions of cos_sin_cache", longest)
     if page_table is not None:
         most = page_table.shape[1] * k_cache.shape[2]
-        check.require(longest <= most, "cache_seqlens", f"at most {most}, what the pages of page_table hold", longest)
+        check.require(longest <= most, "cache_seqlens", f"at most {most}, the tokens that the pages of page_table hold", longest)
         paging = {"page_table": page_table, "cache_seqlens": cache_seqlens, "max_seqlen_k": most, "max_seqlen_q": 1}
         window = -1 if -1 in weights.windows else max(weights.windows)
         mha_decode_with_kvcache.operator.run_hook("check_values", {**paging, "k_cache": k_cache[0], "window_left": window}, check)
@@ -432,7 +432,7 @@ def _() -> list[Case]:
 
 @decoder_layers.work
 def _(weights: DecoderWeights, k_cache: Tensor, cache_seqlens: Tensor) -> dict[str, list[int]]:
-    # A capture has no description of the weights. So it gets here what the other arguments do not determine.
+    # A capture does not describe the weights. So record the properties of the weights that no other argument determines.
     first, head_dim = weights.layers[0], k_cache.shape[4]
     given = [first.sinks is not None, first.qkv_bias is not None, first.router_bias is not None]
     heads = _heads_of(first, k_cache.shape[3], head_dim)

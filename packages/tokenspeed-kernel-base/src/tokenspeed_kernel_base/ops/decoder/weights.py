@@ -20,8 +20,8 @@ from tokenspeed_kernel_base.resources import Resource
 class DecoderLayer:
     """The weights of one decoder layer: attention and a mixture of experts, each after a norm.
 
-    Weights are stored as in ``torch.nn.Linear``, out-features first. All tensors are contiguous. With H for the hidden size, D for
-    the width of a head, and ``dtype`` for the dtype of the tokens:
+    Weights are stored as in ``torch.nn.Linear``, out-features first. All tensors but those of the experts must be contiguous. H is
+    the hidden size, D the width of a head, and ``dtype`` the dtype of the tokens.
 
     Attributes:
         input_norm: dtype ``[H]``, the norm before attention.
@@ -31,8 +31,8 @@ class DecoderLayer:
         projection: dtype ``[H, heads * D]``, the projection of attention's output. It may be quantised like qkv.
         norm: dtype ``[H]``, the norm before the router and the experts.
         router: dtype ``[experts, H]``.
-        experts: `MoEWeights`, or any object with its attributes: the result of `moe_apply.prepare`. Layers share this memory with
-            the caller; nothing is copied.
+        experts: the result of `moe_apply.prepare`: `MoEWeights`, or any object with its attributes. The layer refers to the
+            object's tensors, and copies nothing. Several layers may have the same object.
         window_left: how many tokens to the left a token sees besides itself; -1 means all.
         qkv_bias, projection_bias: dtype ``[(heads + 2 * kv_heads) * D]`` and ``[H]``; both or none.
         sinks: float32 ``[heads]``, one extra logit for each query head, as in `mha_decode_with_kvcache`; or None.
@@ -56,7 +56,7 @@ class DecoderLayer:
     projection_scale: Tensor | None = None
 
 
-# The tensors that ranks which share layers have alike.
+# Replicated tensors: if ranks share a layer, these tensors must be equal on all ranks. All other weights are sharded.
 REPLICATED = ("input_norm", "norm", "router", "router_bias")
 # The tensors of a layer, and of its experts.
 DENSE = tuple(field.name for field in dataclasses.fields(DecoderLayer) if field.name not in ("experts", "window_left"))
@@ -64,11 +64,11 @@ EXPERTS = tuple(field.name for field in dataclasses.fields(MoEWeights) if field.
 
 
 class DecoderWeights(Resource):
-    """The weights of consecutive decoder layers, for `decoder_layers`. Layers may differ in values and windows, and are alike in
-    all else.
+    """The weights of consecutive decoder layers, for `decoder_layers`. Layers may differ in the values of tensors and in windows.
+    Shapes, dtypes, devices, optional weights and the layout of the experts are the same in all layers.
 
-    This object only refers to the layers' tensors, so that it takes no memory. Make it once, when a model is loaded, and keep it as
-    long as calls or graphs use it. Do not replace its tensors.
+    This object refers to the layers' tensors and copies nothing. Make it once, when a model is loaded, and keep it as long as calls
+    or graphs use it. Do not replace its tensors.
 
     Args:
         layers: the layers, in order; at least one.
@@ -86,16 +86,16 @@ class DecoderWeights(Resource):
 
     Raises:
         TypeError: a weight is no tensor.
-        ValueError: there is no layer; or a tensor is not contiguous; or layers differ in shapes, dtypes, devices, optional weights
-            or the layout of experts; or only one bias of attention is given; or a window is less than -1. The message names the
-            layer and the tensor.
+        ValueError: there is no layer; or a tensor other than the experts' is not contiguous; or layers differ in shapes, dtypes,
+            devices, optional weights or the layout of experts; or only one bias of attention is given; or a window is less than -1.
+            The message names the layer and the tensor.
     """
 
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(self, layers: Sequence[DecoderLayer], group: ProcessGroup | None = None) -> None:
         if not layers:
-            raise ValueError("DecoderWeights: layers must be at least one, got none")
+            raise ValueError("DecoderWeights: layers must hold at least one layer, got none")
         self.layers = tuple(layers)
         first = self.layers[0]
         alike = _described(0, first)

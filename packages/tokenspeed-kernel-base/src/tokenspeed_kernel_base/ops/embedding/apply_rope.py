@@ -218,7 +218,7 @@ def _(
     given = [name for name, tensor in together.items() if tensor is not None]
     if given:
         missing = next(name for name, tensor in together.items() if tensor is None)
-        check.fail(missing, f"given when {', '.join(given)} is: {', '.join(together)} come together or not at all", None)
+        check.fail(missing, f"given with {', '.join(given)}: {', '.join(together)} are given together or not at all", None)
 
 
 @apply_rope.check_values(host=("positions", "slot_mapping", "k_scale", "v_scale"))
@@ -260,7 +260,7 @@ def check_angles(
     if mrope_interleaved:
         most = [(pairs - offset + 2) // 3 for offset in (1, 2)]  # the most pairs of height and of width when they alternate
         fits = all(count <= limit for count, limit in zip(mrope_section[1:], most, strict=True))
-        said = f"of height and width at most {most[0]} and {most[1]}, because every third of {pairs} pairs is theirs"
+        said = f"of at most {most[0]} and {most[1]} pairs of height and width: each gets every third of {pairs} interleaved pairs"
         check.require(fits, "mrope_section", said, str(mrope_section))
 
 

@@ -49,7 +49,8 @@ _ACTIVATIONS = {
 class LinearPlan:
     """A plan: what a linear layer computes, and which kernel its weights are processed for. Plans are immutable and hashable.
 
-    `linear.plan` makes a plan once for each layer, and takes ``in_features`` and ``out_features`` by position.
+    Make one plan for each layer, with `linear.plan`. It takes ``in_features`` and ``out_features`` by position, and the other
+    attributes by keyword.
 
     Attributes:
         in_features: features of a token.

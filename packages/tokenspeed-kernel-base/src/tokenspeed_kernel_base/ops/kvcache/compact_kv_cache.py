@@ -134,7 +134,7 @@ def _unread(k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, path: Te
 def _(check: Checker, k_cache: Tensor, page_table: Tensor | None, cache_seqlens: Tensor | None, path: Tensor) -> None:
     room = k_cache.shape[1] * (page_table.shape[1] if page_table is not None else 1 << 31)
     if cache_seqlens is not None and cache_seqlens.numel() and int(cache_seqlens.max()) > room:
-        check.fail("cache_seqlens", f"at most {room}, what the pages of a sequence hold", int(cache_seqlens.max()))
+        check.fail("cache_seqlens", f"at most {room}, the tokens that the pages of a sequence hold", int(cache_seqlens.max()))
     if page_table is not None and cache_seqlens is not None:
         page_table = page_table.masked_fill(_unread(k_cache, page_table, cache_seqlens, path), -1)
     check_values_paging(check, page_table, cache_seqlens, room, k_cache, "k_cache", 0, path.shape[1])

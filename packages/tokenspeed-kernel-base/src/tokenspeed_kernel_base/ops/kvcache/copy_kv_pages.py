@@ -95,7 +95,11 @@ def _(check: Checker, cache: Tensor, source_pages: Tensor | None, target_pages: 
     copied = (source_pages >= 0) & (target_pages >= 0)
     both = torch.isin(target_pages[copied], source_pages[copied])
     if source is None and both.any():
-        check.fail("target_pages", "no source page, as source is None", f"page {int(target_pages[copied][both][0])} is both")
+        check.fail(
+            "target_pages",
+            "distinct from source_pages, because source is None",
+            f"page {int(target_pages[copied][both][0])} in both",
+        )
 
 
 @copy_kv_pages.fake

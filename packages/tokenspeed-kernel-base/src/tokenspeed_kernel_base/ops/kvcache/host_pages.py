@@ -133,7 +133,7 @@ class HostPages:
 
     def _check_pages(self, pages: Sequence[int], host_pages: Sequence[int], distinct: str) -> None:
         check = Checker(type(self).__name__)
-        check.require(len(pages) == len(host_pages), "host_pages", f"as many as pages, {len(pages)}", len(host_pages))
+        check.require(len(pages) == len(host_pages), "host_pages", f"{len(pages)} indices, as many as pages", len(host_pages))
         for name, numbers, count in (("pages", pages, len(self.caches[0])), ("host_pages", host_pages, self.pages)):
             for number in numbers:
                 check.require(0 <= number < count, name, f"0 to {count - 1}", number)

@@ -98,11 +98,11 @@ def check_latent_groups(
     """Checks a cache with a scale for each 128 elements of a latent, and rotary parts in the dtype of ``like``.
 
     Call this function when ``kv_lora_rank`` and ``rope_dim`` are bound, and kv_scale_cache or rope_cache is given."""
-    check.require(kv_scale_cache is not None, "kv_scale_cache", "a tensor, as rope_cache is given", None)
-    check.require(rope_cache is not None, "rope_cache", "a tensor, as kv_scale_cache is given", None)
-    check.require(kv_scale is None, "kv_scale", "None, as kv_scale_cache is given", kv_scale)
+    check.require(kv_scale_cache is not None, "kv_scale_cache", "a tensor, because rope_cache is given", None)
+    check.require(rope_cache is not None, "rope_cache", "a tensor, because kv_scale_cache is given", None)
+    check.require(kv_scale is None, "kv_scale", "None, because kv_scale_cache is given", kv_scale)
     rank = check["kv_lora_rank"]
-    check.require(rank % GROUP == 0, "kv_lora_rank", f"a multiple of {GROUP}, as kv_scale_cache is given", rank)
+    check.require(rank % GROUP == 0, "kv_lora_rank", f"a multiple of {GROUP}, because kv_scale_cache is given", rank)
     check.tensor("kv_cache", kv_cache, "pages page_size kv_lora_rank", E4M3)
     check.bind("scale_groups", rank // GROUP, f"kv_lora_rank / {GROUP}")
     check.tensor("kv_scale_cache", kv_scale_cache, "pages page_size scale_groups", torch.float32)

@@ -42,8 +42,8 @@ def check_numbers(check: Checker, name: str, numbers: Tensor | None, cache: Tens
         return
     largest = int(numbers.max())
     if largest >= len(cache):
-        check.fail(name, f"below {len(cache)}, the number of pages (negative: left out)", largest)
+        check.fail(name, f"below {len(cache)}, the number of pages (negative: skipped)", largest)
     ordered = numbers.sort().values
     twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
     if distinct and twice.any():
-        check.fail(name, "of distinct pages (negative: left out)", f"page {int(ordered[1:][twice][0])} twice")
+        check.fail(name, "of distinct pages (negative: skipped)", f"page {int(ordered[1:][twice][0])} twice")

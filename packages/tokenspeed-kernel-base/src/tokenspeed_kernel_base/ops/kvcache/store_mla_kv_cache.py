@@ -75,8 +75,8 @@ def store_mla_kv_cache(
         slot_mapping: int32 or int64 ``[tokens]``, each less than ``pages * page_size``. Slots that are not negative must be
             distinct: if two tokens have the same slot, either may remain. Both conditions are checked if slot_mapping lies in host
             memory.
-        kv_scale: float32 ``[]`` or ``[1]``, finite, > 0; None is 1. Used only if values are converted to an 8-bit float, and not
-            with kv_scale_cache.
+        kv_scale: float32 ``[]`` or ``[1]``, finite, > 0; None means 1. Allowed only if values are converted to an 8-bit float. Not
+            allowed with kv_scale_cache.
         kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``. Written to. May be strided. Requires rope_cache.
         rope_cache: latent's dtype ``[pages, page_size, rope_dim]``. Written to. May be strided. Requires kv_scale_cache.
 

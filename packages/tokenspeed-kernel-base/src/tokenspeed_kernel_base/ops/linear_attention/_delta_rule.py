@@ -182,8 +182,8 @@ def draw_operands(
 
 
 def captured_operands(variation: Variation, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None) -> dict[str, Tensor]:
-    """Gates and keys for a captured call, chosen such that states stay bounded. Normally distributed gates and keys would make
-    states grow.
+    """Draws gates and keys for a captured call such that states stay bounded. Normally distributed gates and keys would make states
+    grow.
     """
     if variation.want is not Want.CAPTURED:
         return {}

@@ -69,7 +69,7 @@ def gated_delta_rule_decode(
     Args:
         q: float16, bfloat16, float32 or float64 ``[batch, tokens, heads, k_dim]``, at least one new token of each request. May be
             strided, like k, v, g and beta.
-        k: like q. Must have unit length, unless qk_l2norm normalises it.
+        k: like q. Should have unit length, unless qk_l2norm normalises it: longer keys make states grow. This is not checked.
         v: q's dtype ``[batch, tokens, v_heads, v_dim]``; heads divides v_heads.
         g: any float dtype ``[batch, tokens, v_heads]``, or ``[batch, tokens, v_heads, k_dim]`` for a gate of each channel: the
             natural logarithm of the decay factor, <= 0. With A_log, g is the raw output of the layer's projection, see A_log.
@@ -77,11 +77,13 @@ def gated_delta_rule_decode(
         states: float32 or bfloat16 (float64 for a float64 q) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided: a
             cache ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
             v_dim, a missing transpose cannot be detected.
-        state_slots: int32 ``[batch]``, the slot from which each request's state is read. Negative: the state is zero and is not
-            written. Values in host memory are checked.
-        output_slots: int32 ``[batch, tokens]``, distinct slots to which the states after each token are written; a negative slot is
-            not written. None: the state after the last token is written to state_slots. This is checked if state_slots and
-            output_slots lie in host memory.
+        state_slots: int32 ``[batch]``, each less than ``slots``, the length of states: the slot from which each request's state is
+            read. If output_slots is None, the new state is written to the same slot. A negative slot reads zeros. Values in host
+            memory are checked.
+        output_slots: int32 ``[batch, tokens]``, each less than ``slots``: the slot to which the state after each token is written.
+            A state whose slot is negative is not written. None: only the state after the last token is written, to the request's
+            slot in state_slots. Written slots must be distinct, and no other request may read them. This is checked if state_slots
+            and output_slots lie in host memory.
         A_log: any float dtype ``[v_heads]``. With A_log, g and beta are the raw outputs of the layer's projections, and become
             ``-exp(A_log) * softplus(g + dt_bias)`` and ``sigmoid(beta)``.
         dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Allowed only with

@@ -63,7 +63,7 @@ def gated_delta_rule_prefill(
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, k_dim]``. May be strided, like k, v, g and beta.
-        k: like q. Must have unit length, unless qk_l2norm normalises it.
+        k: like q. Should have unit length, unless qk_l2norm normalises it: longer keys make states grow. This is not checked.
         v: q's dtype ``[tokens, v_heads, v_dim]``; heads divides v_heads.
         g: any float dtype ``[tokens, v_heads]``, or ``[tokens, v_heads, k_dim]`` for a gate of each channel: the natural
             logarithm of the decay factor, <= 0 and finite. With A_log, g is the raw output of the layer's projection.

@@ -118,7 +118,7 @@ def _(logits: Tensor, plan: MoEPlan, **arguments: Any) -> dict[str, object]:
 def _(check: Checker, x: Tensor, logits: Tensor, weights: MoEWeights, plan: MoEPlan, **arguments: Any) -> None:
     check.tensor("logits", logits, "tokens experts", FLOATS)
     if check["experts"] != plan.num_experts:
-        check.fail("logits", f"of shape [tokens, {plan.num_experts}], which plan.num_experts is", list(logits.shape))
+        check.fail("logits", f"of shape [tokens, plan.num_experts] = [tokens, {plan.num_experts}]", list(logits.shape))
     moe_topk.operator.run_hook("check", {**arguments, "logits": logits, "top_k": plan.top_k}, check)
     chosen = {
         "topk_weights": logits.new_empty(len(logits), plan.top_k, dtype=torch.float32),

@@ -36,15 +36,15 @@ class MoEPlan:
     """A plan: what a mixture-of-experts layer computes, and which kernel its weights are processed for. Plans are immutable and
     hashable.
 
-    `moe_apply.plan` makes a plan once for each layer, and takes attributes up to ``intermediate_size`` by position. ``dtype`` is
-    float16, bfloat16, float32 or float64.
+    Make one plan for each layer, with `moe_apply.plan`. It takes the attributes up to ``intermediate_size`` by position, and the
+    others by keyword.
 
     Attributes:
         num_experts: number of experts in the weights; under expert parallelism only this rank's experts.
         top_k: number of experts of each token, including experts of other ranks.
         hidden_size: number of features of a token.
         intermediate_size: features between the gate/up and the down projection of an expert.
-        dtype: dtype of the tokens and of dense weights.
+        dtype: dtype of the tokens and of dense weights: float16, bfloat16, float32 or float64.
         weight_format: ``"dense"``, ``"fp8_channel"``, ``"fp8_block"``, ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"``; see `MoEWeights`.
         activation_dtype: the format that the inputs of both projections are rounded to. ``"none"``; ``"fp8"`` with a scale for each
             token; ``"fp8_static"`` with one scale for each projection, stored in the weights object; or ``"mxfp4"``.

@@ -183,7 +183,7 @@ def _(
     check.require(0 < check["vocab"] <= MAX_VOCAB, "target_probs", f"of a vocab in 1 to {MAX_VOCAB}", shape)
     check.tensor("draft_probs", draft_probs, "batch inner vocab", torch.float32)
     shape = str(list(draft_probs.shape))
-    check.require(check["inner"] <= check["nodes"], "draft_probs", f"of at most {check['nodes']} rows, one a node", shape)
+    check.require(check["inner"] <= check["nodes"], "draft_probs", f"of at most {check['nodes']} rows, one for each node", shape)
     check.tensor("seed", seed, "batch", torch.int64)
     check.tensor("offset", offset, "batch", torch.int64)
 

@@ -55,7 +55,8 @@ def causal_conv1d_decode(
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[batch, tokens, channels]``, at least one token. May be strided.
-        weight: any of these dtypes ``[channels, width]``, width 2, 3 or 4; the last column multiplies the token itself.
+        weight: float16, bfloat16, float32 or float64 ``[channels, width]``, width 2, 3 or 4; the last column multiplies the token
+            itself.
         states: x's dtype or float32 ``[slots, width - 1, channels]``, the oldest inputs first. Written to. May be strided.
         state_slots: int32 ``[batch]``, each less than ``slots``, the length of states: the slot from which each request's state is
             read. If output_slots is None, the new state is written to the same slot. A negative slot reads zeros.

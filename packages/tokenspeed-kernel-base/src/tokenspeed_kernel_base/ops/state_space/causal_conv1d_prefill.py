@@ -59,7 +59,8 @@ def causal_conv1d_prefill(
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, channels]``. May be strided, for example a slice of a fused
             projection.
-        weight: any of these dtypes ``[channels, width]``, width 2, 3 or 4; the last column is multiplied with the token itself.
+        weight: float16, bfloat16, float32 or float64 ``[channels, width]``, width 2, 3 or 4; the last column multiplies the token
+            itself.
         cu_seqlens: int32 ``[batch + 1]``, the offsets at which sequences begin, then the number of tokens. Non-decreasing, from 0
             to tokens.
         states: x's dtype or float32 ``[slots, width - 1, channels]``, the last inputs of a request, the oldest first. Written to.

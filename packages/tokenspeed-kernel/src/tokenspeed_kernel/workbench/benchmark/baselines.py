@@ -156,7 +156,9 @@ def baseline(operator: str, *, name: str = "", setup: bool = False, package: str
         wanted = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
         unknown = wanted - {*op.names}
         if unknown:
-            raise TypeError(f"baseline {called} wants {', '.join(sorted(unknown))}; {op} has {', '.join(op.names)}")
+            raise TypeError(
+                f"baseline {called} takes {', '.join(sorted(unknown))}, which {op} lacks; {op} has {', '.join(op.names)}"
+            )
         rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
         return Baseline(called, str(op), function, frozenset(wanted), rest, setup, package)
 

@@ -55,8 +55,8 @@ _LAUNCHES = 20
 _LONG_US = 1000.0
 # Number of kernels in the graph that times the kernel between calls. With this many kernels, the launch of the graph is negligible.
 BETWEEN = 256
-_BETWEEN_IS = "a small kernel stands after each call, so that calls do not overlap; its own time (between_us) is subtracted"
-_BACK_TO_BACK_IS = "nothing stands between calls: those that launch with programmatic dependence begin while the one before ends"
+_BETWEEN_IS = "a small kernel follows each call, so that calls do not overlap; its own time (between_us) is subtracted"
+_BACK_TO_BACK_IS = "no kernel runs between calls: a call that is launched with PDL overlaps the end of the preceding call"
 
 
 class Shape(Protocol):
@@ -486,7 +486,9 @@ class Benchmark:
         parser.add_argument("--check", action="store_true", help="check the outputs, time nothing")
         parser.add_argument("--list", action="store_true", help="print the shapes and implementations, measure nothing")
         parser.add_argument("--output", type=Path, metavar="FILE", help="write the report, or the plot, there")
-        parser.add_argument("--commit", default="", help="of this code, where it is a copy whose checkout says another")
+        parser.add_argument(
+            "--commit", default="", help="the commit of this code, if the code is a copy whose checkout has another commit"
+        )
         beside = Path(self.file).with_suffix(".json")
         parser.add_argument("--plot", type=Path, nargs="?", const=beside, metavar="REPORT", help="plot a report as .svg or .png")
         parser.add_argument("--table", type=Path, nargs="?", const=beside, metavar="REPORT", help="print a report as Markdown")

@@ -161,9 +161,9 @@ def sample(
     listed = [calls] if callable(calls) else list(calls)
     cache = cache or default_cache(device)
     if not listed:
-        raise ValueError("there is nothing to time")
+        raise ValueError("calls must hold at least one callable, got none")
     if cache == "cold" and device.type != "cuda":
-        raise ValueError(f"cold caches can be had on a GPU only, got {device}")
+        raise ValueError(f"cache='cold' needs a GPU, got {device}")
     warmup = 1 if (expected_us or 0.0) > _LONG_US else _WARMUP
     for call in (*listed, *[listed[0]] * (warmup - 1)):
         call()
@@ -180,7 +180,7 @@ def sample_graph(calls: Sequence[Call], device: torch.device, *, expected_us: fl
     ``expected_us``: the expected time of one call, see `sample`.
     """
     if device.type != "cuda" or not calls:
-        raise ValueError(f"a CUDA graph wants at least one call and a GPU, got {len(calls)} for {device}")
+        raise ValueError(f"a CUDA graph needs at least one call and a GPU, got calls={len(calls)}, device={device}")
     replay = captured(calls, device)
     whole_us = None if expected_us is None else expected_us * len(calls)
     return [time_us / len(calls) for time_us in sample(replay, device, expected_us=whole_us, **options)]

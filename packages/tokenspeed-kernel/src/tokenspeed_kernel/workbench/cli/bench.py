@@ -68,7 +68,7 @@ def bench(
     if reports is not None:
         for name, value in {"KERNEL or OP": target, "--output": output, "--append": append, **chosen}.items():
             if value:
-                fail(f"--compare measures nothing, so {name} says nothing here")
+                fail(f"--compare measures nothing, so {name} has no effect: leave it out")
         _compare(reports, threshold, confidence, as_json)
     where = find_device(device) or default_device()
     if output is not None and not output.parent.is_dir():
@@ -175,7 +175,7 @@ def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
     if not append:
         return empty
     if output is None:
-        fail("--append says nothing without --output")
+        fail("--append needs --output, the report to append to")
     if not output.exists():
         return empty
     try:

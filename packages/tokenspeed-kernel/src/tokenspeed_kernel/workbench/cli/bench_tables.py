@@ -37,10 +37,10 @@ def machine_lines(report: Report) -> list[str]:
     lines = []
     if report.roofline is not None:
         roofline = report.roofline
-        products = ", ".join(f"{name} {rate:.4g}" for name, rate in roofline.tflops.items())
+        rates = ", ".join(f"{name} {rate:.4g}" for name, rate in roofline.tflops.items())
         lines.append(
-            f"this device copies {roofline.copy_gb_per_s:.4g} GB/s, reads {roofline.read_gb_per_s:.4g} GB/s, multiplies at "
-            f"TFLOP/s: {products}" + f" (measured {roofline.date})" * bool(roofline.date)
+            f"this device copies {roofline.copy_gb_per_s:.4g} GB/s, reads {roofline.read_gb_per_s:.4g} GB/s, and computes "
+            f"GEMMs at TFLOP/s: {rates}" + f" (measured {roofline.date})" * bool(roofline.date)
         )
     unserved = sum(row.status == "skipped" for row in report.rows)
     metadata = report.metadata

@@ -321,7 +321,7 @@ def _print_explanation(explanation: Explanation, case: str, all_names: bool) -> 
         print_wrapped(verdict.reason, first, " " * len(first), **({"fg": "green", "bold": True} if runs else {}))
     if explanation.chosen is None:
         typer.echo()
-        print_wrapped(f"no kernel serves this{': ' if explanation.problem else ''}{explanation.problem}")
+        print_wrapped(f"no kernel is eligible{': ' if explanation.problem else ''}{explanation.problem}")
 
 
 def _counted(reason: str, kernels: int) -> str:

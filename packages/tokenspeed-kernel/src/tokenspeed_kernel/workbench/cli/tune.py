@@ -126,7 +126,7 @@ def _tune(
         typer.echo(f"\nwrong: {trial.kernel} {format_traits(trial.config)}: {trial.reason}")
     gains = _mean_gain(outcomes)
     if gains is not None:
-        typer.echo(f"\ntuned choices are {gains:.3f} times as quick as untuned ones (geometric mean, by calls) on {platform}")
+        typer.echo(f"\nspeedup of tuned choices over untuned ones: {gains:.3f} (geometric mean, weighted by calls), on {platform}")
     unsaved = any(outcome.results and outcome.saved is None for outcome, _ in outcomes)
     if table is None or unsaved:
         typer.echo("results were not written" + (": tables are switched off" if table is None else f" to {table}"))

@@ -158,7 +158,7 @@ def _explained(finding: Finding) -> Iterator[str]:
 
 def _smallest(shrunk: Shrunk) -> Iterator[str]:
     found = f"of {shrunk.tried} calls that were tried" + ("" if shrunk.exhausted else ", and time was up")
-    yield f"  the smallest that fails alike, {found}:"
+    yield f"  the smallest call with the same failure, {found}:"
     yield from (f"    {line}" if line else "" for line in shrunk.reproducer.splitlines())
 
 

@@ -112,7 +112,7 @@ def _items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tup
     axes = axes_of(op, arguments)
     tensors = dict(tensor_arguments(op.parameters, arguments))
     if not axes:
-        raise ValueError(f"{op} says no sizes of its tensors")
+        raise ValueError(f"the check hook of {op} names no sizes")
     items = _item_size(op)
     offsets = f"{items}+1"
     leader, names = next(iter(axes.items()))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 _NAMED_FACTORS = {
-    math.log2(math.e): "log2(e): a logarithm of base 2 where the natural one is wanted",
-    math.log(2): "ln(2): a natural logarithm where it was scaled for base 2",
+    math.log2(math.e): "log2(e): a logarithm of base 2 instead of a natural logarithm",
+    math.log(2): "ln(2): a natural logarithm instead of one of base 2",
     -1.0: "the sign is wrong",
 }
 _FEWEST_TO_RELATE = 4
@@ -73,7 +73,7 @@ def relation(got: Tensor, expected: Tensor) -> str:
         >>> import torch
         >>> expected = torch.arange(1.0, 9.0)
         >>> relation(expected * 1.442695, expected)
-        'got is 1.4427 times what is expected throughout (log2(e): a logarithm of base 2 where the natural one is wanted)'
+        'got is 1.4427 times what is expected throughout (log2(e): a logarithm of base 2 instead of a natural logarithm)'
     """
     left, right = got.detach().reshape(-1).double(), expected.detach().reshape(-1).double()
     if bool(left.isnan().all()) and not bool(right.isnan().any()):
@@ -97,5 +97,5 @@ def relation(got: Tensor, expected: Tensor) -> str:
     if shift and spread < 0.01 * abs(shift):
         return f"got is what is expected {'+' if shift > 0 else '-'} {abs(shift):.5g} throughout"
     if len(left) <= _MOST_TO_SORT and bool((right != right[0]).any()) and torch.equal(left.sort().values, right.sort().values):
-        return "got has the values that are expected, in other places"
+        return "got has the expected values at other positions"
     return ""

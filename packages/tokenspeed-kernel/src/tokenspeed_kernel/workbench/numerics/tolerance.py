@@ -55,7 +55,7 @@ _BY_DTYPE = {
     torch.float64: Tolerance(1e-12, 1e-12, 1e-13, "sums in another order, in float64"),
     # sqrt(4096) * 2^-23 is 8e-6, and the hardware's exp2 and rsqrt have errors of 2 ulp. The tolerance is more than twice the sum
     # of these errors.
-    torch.float32: Tolerance(2e-5, 2e-5, 1e-5, "sums of some thousand terms in another order, approximate exp2"),
+    torch.float32: Tolerance(2e-5, 2e-5, 1e-5, "sums of thousands of terms in another order, approximate exp2"),
     # Two ulp: one when an intermediate is rounded to an MMA operand, one when the result is rounded. Together these cause noise of
     # about 0.3 ulp rms. The norm may be three times that.
     torch.float16: Tolerance(2**-9, 2**-9, 2**-10, "an intermediate and the result are each rounded to float16"),
@@ -63,35 +63,35 @@ _BY_DTYPE = {
     # The distance between two neighbouring values of the format (an eighth to a quarter of the value), because a value near a
     # rounding boundary may round to either side. Few values are near a boundary, so the bound of the norm is a small fraction of
     # that distance.
-    torch.float8_e4m3fn: Tolerance(2**-3, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
-    torch.float8_e4m3fnuz: Tolerance(2**-3, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
-    torch.float8_e5m2: Tolerance(2**-2, 2**-9, 2**-5, "a value between two steps of e5m2 falls to either side"),
+    torch.float8_e4m3fn: Tolerance(2**-3, 2**-9, 2**-6, "a value near a rounding boundary of e4m3 may round to either side"),
+    torch.float8_e4m3fnuz: Tolerance(2**-3, 2**-9, 2**-6, "a value near a rounding boundary of e4m3 may round to either side"),
+    torch.float8_e5m2: Tolerance(2**-2, 2**-9, 2**-5, "a value near a rounding boundary of e5m2 may round to either side"),
 }
 
 _FLOATS_16 = (torch.float16, torch.bfloat16)
 
 # fp4 operands decode exactly, but kernels may scale partial sums in 16-bit floats: two more roundings to bfloat16.
-_FP4_OPERANDS = Tolerance(2**-5, 2**-4, 2**-6, "partial sums of fp4 products are scaled in half precision")
+_FP4_OPERANDS = Tolerance(2**-5, 2**-4, 2**-6, "partial sums of fp4 MMAs are scaled in 16-bit floats")
 # With fp8 operands the other operand of an MMA (attention's probabilities, an activation) may be rounded to e4m3 as well. A term
 # then has an error of at most 2^-4, and of 2.5% rms. So the sum also has an error of 2.5% rms. The relative error is larger where
 # two large terms nearly cancel. Example: only attention's probabilities are rounded, over at most 1024 keys. Then 2 of 4 million
 # elements have an error of 2^-3 of a row's rms.
-_FP8_MMAS = Tolerance(2**-4, 2**-3 + 2**-4, 0.04, "an intermediate is rounded to fp8 to meet an fp8 operand")
+_FP8_MMAS = Tolerance(2**-4, 2**-3 + 2**-4, 0.04, "an intermediate is rounded to fp8 for an MMA with an fp8 operand")
 # An intermediate is quantised to fp4. A difference in the intermediate's last bit moves some elements to the neighbouring e2m1
 # value, by up to half of the value, and occasionally changes a whole block's scale.
-_FP4_INTERMEDIATES = Tolerance(2**-3, 2**-2, 0.1, "intermediates near a rounding boundary of fp4 fall to the other side")
+_FP4_INTERMEDIATES = Tolerance(2**-3, 2**-2, 0.1, "intermediates near a rounding boundary of fp4 may round to the other side")
 
 # Decoded values of quantised results. The values before quantisation may differ in their last bit, so a value near a rounding
 # boundary may round to either side. Neighbouring values differ by up to an eighth. Also, a block's amax may be a power of two in
 # one result, and slightly less in the other. The other result's scale is then half as large, and its amax, almost 512 times that
 # scale, saturates at 448 times, one eighth less.
-_POWERS_OF_TWO = Tolerance(2**-3 + 2**-5, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side")
+_POWERS_OF_TWO = Tolerance(2**-3 + 2**-5, 2**-9, 2**-6, "a value near a rounding boundary of e4m3 may round to either side")
 _BY_FORMAT = {
     "mxfp8": _POWERS_OF_TWO,
     "fp8": _POWERS_OF_TWO,
     # Neighbouring e2m1 values differ by up to half of the value, near 0 by a quarter of the root mean square. Some blocks differ in
     # their scale.
-    "nvfp4": Tolerance(2**-1, 2**-2, 0.1, "a value between two steps of e2m1, or of its scale, falls to either side"),
+    "nvfp4": Tolerance(2**-1, 2**-2, 0.1, "a value near a rounding boundary of e2m1, or of its scale, may round to either side"),
 }
 
 

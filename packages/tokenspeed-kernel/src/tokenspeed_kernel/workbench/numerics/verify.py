@@ -229,7 +229,7 @@ def verify_case(
     faults = (*_faults_of(trial.comparisons), *trial.faults)
     if faults:
         return result(Status.FAILED, "; ".join(fault.text for fault in faults), tuple(trial.comparisons), faults=faults)
-    remark = "is the reference: the same bits again, out= respected, inputs left alone" if is_reference else ""
+    remark = "is the reference: gives the same bits again, writes out=, leaves inputs unchanged" if is_reference else ""
     return result(Status.PASSED, remark, tuple(trial.comparisons))
 
 

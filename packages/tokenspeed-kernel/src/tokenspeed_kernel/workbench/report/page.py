@@ -112,7 +112,7 @@ def _section(device: Device, number: int) -> dict[str, object]:
         "facts": _facts(device),
         "counts": f"{len(rows) - len(wrong)} kernels and cases measured"
         + f", {len(wrong)} wrong" * bool(wrong)
-        + f", {device.skipped()} left out, because the kernel does not serve the case" * bool(device.skipped()),
+        + f", {device.skipped()} left out, because the kernel is not eligible for the case" * bool(device.skipped()),
         "runs": device.runs,
         "notes": device.notes(),
         "rooflines": [inline(drawing, f"roofline-{drawing.width}") for drawing in wide_and_narrow],
@@ -133,7 +133,7 @@ def _facts(device: Device) -> list[tuple[str, str]]:
         ("Python", metadata.python),
         ("copies", f"{roofline.copy_gb_per_s / 1e3:.3g} TB/s" if roofline else ""),
         ("reads", f"{roofline.read_gb_per_s / 1e3:.3g} TB/s" if roofline else ""),
-        *((f"{name} products", f"{rate:.4g} TFLOP/s") for name, rate in (roofline.tflops if roofline else {}).items()),
+        *((f"{name} GEMM", f"{rate:.4g} TFLOP/s") for name, rate in (roofline.tflops if roofline else {}).items()),
     ]
     return [(name, value) for name, value in facts if value]
 

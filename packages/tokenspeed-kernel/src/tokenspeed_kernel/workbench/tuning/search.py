@@ -117,7 +117,7 @@ def search(candidates: Sequence[Candidate], device: torch.device, budget_s: floa
             continue
         best = min(best, trial.us)
         if _is_hopeless(trial.us, best):
-            trial.status, trial.reason = TrialStatus.HOPELESS, f"{trial.us / best:.1f} times the best at first sight"
+            trial.status, trial.reason = TrialStatus.HOPELESS, f"{trial.us / best:.1f} times the best in the first calls"
         else:
             trial.status = TrialStatus.MEASURED
     racing = [i for i, trial in enumerate(trials) if trial.status is TrialStatus.MEASURED]
@@ -179,7 +179,7 @@ def _survivors(racing: list[int], trials: list[Trial]) -> list[int]:
     bar = times[ordered[(len(ordered) - 1) // 2]] * (1 + WORTHWHILE / 2)
     for i in racing:
         if times[i] > bar and not trials[i].own_choice:
-            trials[i].reason = "out of the race early"
+            trials[i].reason = "dropped after a round: slower than the faster half"
     return [i for i in racing if times[i] <= bar or trials[i].own_choice]
 
 

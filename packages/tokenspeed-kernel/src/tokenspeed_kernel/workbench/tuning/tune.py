@@ -44,7 +44,7 @@ def tune_case(
     where = default_device() if device is None else torch.device(device)
     platform = platform_of(where)
     if platform.pretended or platform.emulated:
-        return [Outcome(operator, case.name, reason=f"{platform} is no device: its times say nothing")]
+        return [Outcome(operator, case.name, reason=f"{platform} is emulated or pretended, so its times mean nothing")]
     if case.world_size > 1:
         return [Outcome(operator, case.name, reason=f"it is for {case.world_size} processes, and only calls of one are measured")]
 
@@ -72,4 +72,4 @@ def tune_case(
             pick(request, candidates(request, specs), values.__getitem__, check, where, budget_s, case.name)
             for request, specs in groups.values()
         ]
-    return made or [Outcome(operator, case.name, reason="no kernel that is to be measured serves it here")]
+    return made or [Outcome(operator, case.name, reason="none of the kernels to measure is eligible")]

@@ -121,7 +121,7 @@ def captured(operator: str, arguments: Mapping[str, Any], work: Mapping[str, Seq
                 made[name] = known[name]
             elif name not in made:
                 if parameter.kind is not Kind.HINT:
-                    raise ReplayError(f"{op}: {name} of a captured call cannot be made again: it is no tensor and no plain value")
+                    raise ReplayError(f"{op}: {name} of a captured call cannot be recreated: it is no tensor or plain value")
                 made[name] = None
         return made
 
@@ -169,7 +169,7 @@ def _drawn(op: Operator[Any, Any], draw: Draw, name: str, like: Tensor) -> Tenso
     if like.dtype == torch.uint8:  # pairs of fp4 values, or e8m0 scales
         return draw.integers(*((120, 128) if scales else (0, 256)), *like.shape, dtype=like.dtype)
     if not like.is_floating_point():
-        raise ReplayError(f"{op}: {name} of a captured call cannot be made again: its values mean something")
+        raise ReplayError(f"{op}: {name} of a captured call cannot be recreated: the vary hook does not make its values")
     return draw.uniform(*like.shape, low=0.5, high=1.5, dtype=like.dtype) if scales else draw.normal(*like.shape, dtype=like.dtype)
 
 

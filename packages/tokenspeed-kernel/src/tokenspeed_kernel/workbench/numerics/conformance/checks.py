@@ -103,7 +103,7 @@ def trait_edges(space: CaseSpace) -> Iterator[CaseResult]:
         for value in refused:
             # The kernel is never selected for these cases, so its results do not matter.
             for case in space.reach(trait, value, taken=False, most=1):
-                yield result(f"{trait}={value}, {case.name}", Status.PASSED, "refused, as declared")
+                yield result(f"{trait}={value}, {case.name}", Status.PASSED, "rejected, as declared")
 
 
 def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: str) -> CaseResult:
@@ -145,7 +145,7 @@ def _option_faults(space: CaseSpace, case: Case, option: str, value: int) -> lis
     try:
         op.check_call(with_tensors(op.parameters, plain, Tensor.cpu))  # on a GPU the tensors' values are not checked
     except (TypeError, ValueError) as refused:
-        return [] if str(refused).startswith(f"{op.mode}: ") else [f"is refused in the words of somebody else: {refused}"]
+        return [] if str(refused).startswith(f"{op.mode}: ") else [f"is rejected, but not by the operator's own check: {refused}"]
     rejected = refusal(op, spec, plain)
     if rejected is not None:
         raise LookupError(f"{rejected[0]}: {rejected[1]}")
@@ -162,7 +162,7 @@ def empties(space: CaseSpace) -> Iterator[CaseResult]:
     """Runs calls with nothing to do, and calls in which some items are empty."""
     for case in empty_cases(space):
         outcome = verify_case(space.spec, case, space.device, seed=space.seed)
-        yield _blamed(space, outcome, case.name, "is wrong where there is nothing to do", "empty")
+        yield _blamed(space, outcome, case.name, "is wrong if there is nothing to compute", "empty")
 
 
 # -- what surrounds the values ------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def unused_values(space: CaseSpace) -> Iterator[CaseResult]:
         yield _blamed(space, outcome, case.name, said, "unused")
     if device.type == "cuda":  # on a CPU, an index out of range has already raised an error in the comparison above
         for outcome in reach(space.spec, cases, device, seed):
-            yield _blamed(space, outcome, f"{outcome.case}, in a process of its own", said, "unused")
+            yield _blamed(space, outcome, f"{outcome.case}, in a separate process", said, "unused")
 
 
 def layouts(space: CaseSpace) -> Iterator[CaseResult]:
@@ -249,7 +249,7 @@ def _bounds_faults(space: CaseSpace, case: Case) -> list[str]:
     got = run_kernel(op, spec, {**arguments, **{guarded.name: guarded.tensor for guarded in placed}})
     faults = [fault for guarded in placed if (fault := guarded.fault())]
     tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)
-    said = "uses what lies outside of its tensors (with NaN and huge integers around them all)"
+    said = "uses memory outside its tensors (the guards around each tensor hold NaN or huge integers)"
     written = {guarded.name: (guarded.tensor, plain[guarded.name]) for guarded in placed if guarded.name in op.mutates}
     compared = compare_results(op, arguments, got, expected, tolerance, written)
     return faults + [f"{said}: {c.name}: {c.fault}" for c in compared if c.fault]

@@ -105,7 +105,7 @@ def _run_cases(connection: Connection, kernel: str, names: Sequence[str], device
         spec = KernelRegistry.get().get_by_name(kernel)
     except KeyError:
         said = f"importing tokenspeed_kernel does not register {kernel}; a plugin's entry point would"
-        connection.send((Status.SKIPPED, f"not looked at in a process of its own: {said}"))
+        connection.send((Status.SKIPPED, f"not checked in a separate process: {said}"))
         return
     op = get_operator(spec.operator)
     cases = {case.name: case for case in op.all_cases()}

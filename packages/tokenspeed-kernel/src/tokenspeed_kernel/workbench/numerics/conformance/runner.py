@@ -220,7 +220,7 @@ def _compared(spec: KernelSpec, check: str, kinds: tuple[str, ...], results: lis
     }.get(check, "")
     if unasked:
         return Finding(spec.name, spec.operator, check, Status.SKIPPED, unasked)
-    return _found(spec, check, judged, "takes none of the cases")
+    return _found(spec, check, judged, "the kernel is eligible for none of the cases")
 
 
 def _found(spec: KernelSpec, check: str, results: list[CaseResult], why_nothing: str) -> Finding:
@@ -245,7 +245,7 @@ def _found(spec: KernelSpec, check: str, results: list[CaseResult], why_nothing:
 
 def _why_nothing(check: str, space: CaseSpace) -> str:
     if not space.taken:
-        return "takes none of the small cases"
+        return "the kernel is eligible for none of the small cases"
     if check in ("no waiting", "graph replay") and checks.host_kernel(space):
         return checks.host_kernel(space)
     return {
