@@ -170,7 +170,7 @@ def test_calls_that_cannot_be_replayed() -> None:
     with pytest.raises(ReplayError, match=r"captured with other parameters .*: gamma"):
         replay({**record, "arguments": {**record["arguments"], "gamma": None}})
     ints = {**record["arguments"], "x": {"dtype": "int64", "shape": [2], "device": "cpu"}}
-    with pytest.raises(ReplayError, match="x of a captured call cannot be made again"):
+    with pytest.raises(ReplayError, match="x of a captured call cannot be recreated"):
         replay({**record, "arguments": ints}).build()
 
 
