@@ -207,6 +207,6 @@ def test_every_size_has_room() -> None:
         assert numbers.size <= SHARED_BYTES
         assert numbers.stages >= min(4, -(-config.row_bytes(hidden) // config.gemm.part_bytes) * 5)
         assert numbers.row_shift >= 0
-    with pytest.raises(ValueError, match="more shared memory"):
+    with pytest.raises(ValueError, match="do not fit into shared memory"):
         launch_parameters_of(QkvConfig("bfloat16", 64), MOST_TOKENS, 5120, 16384, 132)
     assert 8 * (2 * STAGES + 3) <= SQUARES <= HEAD_BYTES - 16 - 4 * QkvConfig("bfloat16", 64).gemm.warps
