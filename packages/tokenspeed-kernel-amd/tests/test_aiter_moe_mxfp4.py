@@ -242,7 +242,7 @@ def test_who_gets_it(specs: dict[str, KernelSpec]) -> None:
         "weight_format": "mxfp4",
     }
     gpt_oss = {"alpha": 1.702, "limit": 7.0, "beta": 1.0, "bias": True}
-    with pytest.raises(tokenspeed_kernel.NoKernelFoundError, match=r"only calls that name it: .* fewer than 256"):
+    with pytest.raises(tokenspeed_kernel.NoKernelFoundError, match=r"only for calls that name it: .* fewer than 256"):
         tokenspeed_kernel.moe_apply.plan(**plan_of, **gpt_oss, solution="aiter")
     plan = tokenspeed_kernel.moe_apply.plan(**plan_of, **gpt_oss, override=NAMES[0])
     assert plan.weight_layout == "aiter_mxfp4_gpt_oss"
