@@ -225,7 +225,7 @@ def test_an_override_passes_by_traits_and_priority(three: None) -> None:
     assert chosen(override="plain") == "plain"
     assert chosen(override="plain", traits={"sinks": True}) == "plain"
     text = explain_selection("norm", "scale", X, override="plain", traits={"sinks": True})
-    assert "override, although does not declare the flag sinks" in text
+    assert "override despite traits (does not declare the flag sinks" in text
 
 
 def test_an_override_does_not_pass_platform_and_formats(add: Callable[..., Any], three: None) -> None:

@@ -336,7 +336,8 @@ def check_reason(kernel: Kernel, wish: Wish, gate: str, facts: Any, reason: str)
         assert set(reason.split("; ")) in [p for p in phrasings if len(p) == fewest], reason
     else:
         phrases = reason.split("; ")
-        named = [re.match(r"(?:does not declare the flag |needs )?(\w+)", phrase)[1] for phrase in phrases]  # type: ignore[index]
+        named = [re.sub(r"^(does not declare the flag|needs) ", "", phrase) for phrase in phrases]
+        named = [re.split(r"\W", phrase)[0] for phrase in named]
         assert sorted(named) == sorted(facts), (reason, facts)
         for name, phrase in zip(named, phrases, strict=True):
             if name not in wish.traits:

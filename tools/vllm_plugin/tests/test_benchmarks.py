@@ -419,7 +419,8 @@ def test_logits_that_are_not_finite_are_counted(tmp_path: Path, here: bool) -> N
 
 
 class TwoRanks:
-    """vLLM's `LLM` with a model of two routers, which may be in other processes: functions reach it as pickles."""
+    """Stands in for vLLM's `LLM`. Its model has two routers. Functions for the model are pickled, because vLLM may run a model in
+    other processes."""
 
     def __init__(self, folder: Path) -> None:
         self.model = torch.nn.Module()

@@ -324,7 +324,7 @@ def consider(request: Request, override: Override | None = None, *, found: Found
         position, why = rank(spec, request, results)
         if overridden:
             full = gate(spec, request)
-            why = "override" + (f", although {full[1]}" if full else "") + f", {why}"
+            why = "override" + (f" despite {full[0]} ({full[1]})" if full else "") + f", {why}"
         configured, refused = _configuration(spec, request, override if overridden else None, results.get(spec.name))
         accepted.append(Verdict(spec, None, why + refused, (float(overridden), *position), configured))
     accepted.sort(key=lambda verdict: (tuple(-part for part in verdict.rank), verdict.spec.name))

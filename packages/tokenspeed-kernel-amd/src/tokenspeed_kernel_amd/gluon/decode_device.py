@@ -15,7 +15,7 @@ from tokenspeed_kernel_amd.gluon.tiles_device import QueryTile, new_tokens, stor
 
 @gluon.jit
 def ceil_div(number, divisor):
-    """Divides int32s that are not negative, and rounds up. Unsigned divisions take fewer instructions than signed ones."""
+    """Divides non-negative int32 values, and rounds up. The division is unsigned, which takes fewer instructions."""
     return ((number + divisor - 1).to(gl.uint32) // gl.to_tensor(divisor).to(gl.uint32)).to(gl.int32)
 
 

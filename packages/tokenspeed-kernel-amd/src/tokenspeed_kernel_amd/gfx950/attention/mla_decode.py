@@ -133,7 +133,7 @@ class Partial(NamedTuple):
     2 (m - 1) >= m for m > 1.
 
     Attributes:
-        results: float32 [slots * tiles, m * 512 / halves], normalised outputs in the order of `mla_decode_device.packed_offsets`.
+        results: float32 [slots * tiles, m * 512 / halves], normalised outputs in the order of `mla_merge_device.packed_offsets`.
         log_sums: float32 [slots * tiles, m], the base-2 LSE of the scores.
         arrived: int32 [batch * tiles], how many splits have stored their partial result; 0 before and after a launch.
     """

@@ -81,8 +81,8 @@ def read_tile_scales(lines, scales, index, PARTS: gl.constexpr, STEPS: gl.conste
 
 @gluon.jit
 def read_part_factors(scales, index, PARTS: gl.constexpr):
-    """Reads a block's float32 scales (a's scale times b's scale) from LDS. Returns a tuple with an entry for each of PARTS equal
-    parts of the rows, float32 [rows] in the accumulator's layout."""
+    """Reads the scales of a block of k from LDS: for each row, a's scale times b's scale. Returns a tuple of PARTS tensors, one for
+    each part of the tile's rows: float32 [rows of the part], in the accumulator's layout."""
     count: gl.constexpr = scales.shared.shape[1] // PARTS
     shared = scales.shared.reinterpret(gl.float32, [scales.shared.shape[0] * PARTS, count], plain(1))
     found = ()
@@ -114,8 +114,7 @@ def in_order(acc):
 
 @gluon.jit
 def add_part(acc, operands, group: gl.constexpr, config: gl.constexpr, shape: gl.constexpr):
-    """Adds the dot products of a part of the rows and a part of the columns to their accumulator. ``operands``: as in
-    `step_ahead`."""
+    """Multiplies a part of the rows by a part of the columns, and adds the result to ``acc``. ``operands``: as in `step_ahead`."""
     a_parts, a_scale, b_parts, b_scale, _ = operands
     i: gl.constexpr = group % config.parts_m
     j: gl.constexpr = group // config.parts_m
@@ -124,8 +123,8 @@ def add_part(acc, operands, group: gl.constexpr, config: gl.constexpr, shape: gl
 
 @gluon.jit
 def multiply_part(like, operands, group: gl.constexpr, config: gl.constexpr, shape: gl.constexpr):
-    """Returns the dot products of a part of the rows and a part of the columns over one block of k, without block scales, and the
-    scales of its rows. ``like``: an accumulator of the same shape."""
+    """Multiplies a part of the rows by a part of the columns, over one block of k. Returns the result without block scales, and the
+    scales of the rows. ``like``: an accumulator of the same shape."""
     a_parts, a_scale, b_parts, b_scale, factors = operands
     i: gl.constexpr = group % config.parts_m
     j: gl.constexpr = group // config.parts_m

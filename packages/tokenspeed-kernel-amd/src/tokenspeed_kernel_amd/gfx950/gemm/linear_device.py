@@ -107,8 +107,8 @@ def pair_magnitudes(pairs):
 
 @gluon.jit
 def largest_of_blocks(pairs, adjacent: gl.constexpr):
-    """Returns the bits of the largest magnitude of each block of 32, int32 [64, blocks]. ``pairs``: `pair_magnitudes`; a lane holds
-    ``adjacent`` of them side by side."""
+    """Returns the amax of each block of 32 elements, as the bits of a 16-bit float: int32 [64, blocks]. ``pairs``: the result of
+    `pair_magnitudes`, of which a lane holds ``adjacent`` neighbouring words."""
     found = pairs
     for _ in gl.static_range(log2(adjacent)):
         first, second = gl.split(found.reshape(found.shape[0], found.shape[1], found.shape[2] // 2, 2))

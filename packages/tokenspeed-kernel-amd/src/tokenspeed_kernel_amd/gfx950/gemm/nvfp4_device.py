@@ -29,7 +29,7 @@ def scale_pairs(scales, block, like):
     [waves_k, lines, 4, 2], where a lane's words of codes with one of the scales are adjacent."""
     waves: gl.constexpr = like.shape[0]
     lines: gl.constexpr = like.shape[1]
-    # Words of codes: scale word, its half, and the word of codes that share the scale.
+    # The last three axes: the word of four scales, its half with two scales, and the words of codes that share a scale.
     layout: gl.constexpr = like.reshape(waves, lines, 2, 2, 2).type.layout
     pairs: gl.constexpr = gl.SliceLayout(4, layout)
     count: gl.constexpr = scales.shared.shape[0] * scales.shared.shape[1] // (2 * waves * lines)

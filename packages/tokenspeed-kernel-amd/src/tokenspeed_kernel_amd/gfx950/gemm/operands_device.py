@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Operands of a tile of `mm`: lines along k and their scales, on their way from global memory through LDS to MFMA registers.
+"""The operands of a tile of `mm`, and their scales, on their way from global memory through LDS to MFMA registers.
 
 A *line* is a row of a, or a column of b. A *block* of k is one pipeline stage, a *step* is the 128 elements of one MFMA, and a
 *chunk* is the elements whose scales are in LDS at once.

@@ -56,7 +56,7 @@ class DecoderLayer:
     projection_scale: Tensor | None = None
 
 
-# Replicated tensors: if ranks share a layer, these tensors must be equal on all ranks. All other weights are sharded.
+# If ranks share a layer, these tensors must be equal on all ranks. All other weights are sharded.
 REPLICATED = ("input_norm", "norm", "router", "router_bias")
 # The tensors of a layer, and of its experts.
 DENSE = tuple(field.name for field in dataclasses.fields(DecoderLayer) if field.name not in ("experts", "window_left"))

@@ -345,9 +345,9 @@ class Persistent(Route):
             count = cutlass.min(row_count - tile, TILE)
             for part in cutlass.range(0, row_bytes, part_bytes, unroll=1):
                 size = cutlass.min(row_bytes - part, part_bytes)
-                # While the ring buffer is filled for the first time, the MMA warps may still wait for activations, so few copies
-                # may be in flight. A later stage is empty only after the MMA warps have begun the GEMM, with all activations in
-                # shared memory. Then no warp waits for other loads, and more copies may be in flight.
+                # While the ring buffer is filled for the first time, the MMA warps may still load activations. So few copies may
+                # be in flight. Later, a stage becomes empty only if the MMA warps have used it. By then all activations are in
+                # shared memory, no warp waits for other loads, and more copies may be in flight.
                 most = self.config.in_flight[0 if column == QKV_WEIGHT else 1]
                 if stages < self.stages:
                     self.acquire_below(call, at, most)

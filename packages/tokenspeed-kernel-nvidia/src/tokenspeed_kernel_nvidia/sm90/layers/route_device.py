@@ -237,8 +237,12 @@ class Route(Project):
         store_number(call.slots + place * 8, value, call.tag)
 
     def address_of_row(self, call: LayerCall, first: Any, pair: Int32) -> Int64:
-        """Returns the address of a pair's row of activations: of w13 (``first``) the normalised token in shared memory, of w2 the
-        tagged words of w13's activated result in global memory."""
+        """Returns the address of a pair's row of activations.
+
+        Args:
+            first: whether the row is an operand of w13: the normalised token, in shared memory. The operand of w2 is the activated
+                result of w13: tagged words in global memory.
+        """
         token_at = call.x + Int64(pair // call.layer.top_k) * (call.x_stride * 2)
         return cutlass.select_(first, token_at, call.activated + Int64(pair) * (call.layer.intermediate * 4))
 

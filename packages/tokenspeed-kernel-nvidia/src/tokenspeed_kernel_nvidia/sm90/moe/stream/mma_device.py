@@ -200,11 +200,11 @@ class Consumers(ExactDotProducts):
             block_at = stage_at + PANEL_HEAD_BYTES + strip * BLOCK_BYTES
             if const_expr(self.config.narrow):
                 if narrow:
-                    self.multiply_slab(call, block_at, first, count, self.config.narrow_group, 2, lane, sums)
+                    self.multiply_slab(call, block_at, first, count, True, lane, sums)
                 else:
-                    self.multiply_slab(call, block_at, first, count, self.group, 1, lane, sums)
+                    self.multiply_slab(call, block_at, first, count, False, lane, sums)
             else:
-                self.multiply_slab(call, block_at, first, count, self.group, 1, lane, sums)
+                self.multiply_slab(call, block_at, first, count, False, lane, sums)
             self.release(call, at)
             at = skip(at, GROUPS, self.stages)
             step += GROUPS
@@ -229,8 +229,7 @@ class Consumers(ExactDotProducts):
         block_at: Int32,
         first: Int32,
         count: Int32,
-        group: cutlass.Constexpr[int],
-        parts: cutlass.Constexpr[int],
+        narrow: cutlass.Constexpr[bool],
         lane: Int32,
         sums: cute.Tensor,
     ):
@@ -241,16 +240,16 @@ class Consumers(ExactDotProducts):
             block_at: the shared-memory address of this strip's rows of the slab's first block.
             first: the first block, counted over all of k.
             count: the number of blocks; negative if the panel ends before this slab.
-            group: the number of blocks of a full slab whose MMAs are issued together.
-            parts: 1 for MMAs with all columns, 2 for narrow MMAs with the first half of the columns.
+            narrow: whether the MMAs have only the first half of the columns.
         """
+        group = self.config.narrow_group if narrow else self.group  # blocks of a full slab whose MMAs are issued together
         if count == self.slab:
             for begin in cutlass.range_constexpr(0, self.slab, group):
                 some = min(group, self.slab - begin)
-                self.multiply_blocks(call, block_at + begin * PANEL_BLOCK_BYTES, first + begin, some, parts, lane, sums)
+                self.multiply_blocks(call, block_at + begin * PANEL_BLOCK_BYTES, first + begin, some, narrow, lane, sums)
         else:
             for each in cutlass.range(count, unroll=1):
-                self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, first + each, 1, parts, lane, sums)
+                self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, first + each, 1, narrow, lane, sums)
 
     @cute.jit
     def multiply_blocks(
@@ -259,7 +258,7 @@ class Consumers(ExactDotProducts):
         block_at: Int32,
         block: Int32,
         count: cutlass.Constexpr[int],
-        parts: cutlass.Constexpr[int],
+        narrow: cutlass.Constexpr[bool],
         lane: Int32,
         sums: cute.Tensor,
     ):
@@ -274,9 +273,10 @@ class Consumers(ExactDotProducts):
             rows = [decode_e5m2(word) for word in words]
             operands += [(*rows[0], *rows[1]), (*rows[2], *rows[3])]
         rows_at = call.rows + block * (4 * self.mma_tiles * CORE_BYTES)
-        partials = self.multiply_halves(rows_at, operands, self.mma_tiles // parts)
+        share = 2 if narrow else 1  # narrow MMAs have one of two halves of the columns
+        partials = self.multiply_halves(rows_at, operands, self.mma_tiles // share)
         for half in cutlass.range_constexpr(2 * count):
-            for tile in cutlass.range_constexpr(self.tiles // parts):
+            for tile in cutlass.range_constexpr(self.tiles // share):
                 for row in cutlass.range_constexpr(2):
                     number = self.joined(partials[half], tile, row)
                     sums[tile, row] += number * scales[half // 2][2 * (half % 2) + row]
