@@ -269,6 +269,25 @@ def test_layers(hopper: Any, sizes: tuple[int, ...], ctas: int, tiles: int, dens
     assert all(torch.equal(out, found[0]) for out in found)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_negative_slots_are_not_stored(hopper: Any, dtype: torch.dtype) -> None:
+    """The lower halves of the int64 slots are 1, 0 and 5, which are slots of the cache."""
+    model = Model(4, 1, 64, 64, 8, 2, 1, 2, 40)
+    negative = [-(2**32) + 1, -(2**63), -(2**40) + 5] if dtype == torch.int64 else [-1, -(2**31), -7]
+    model.slots = torch.tensor([*negative, int(model.slots[3])]).to(dtype)
+    before = [[cache.clone() for cache in caches] for caches in model.caches]
+    with hopper(seed=1):
+        out, _ = model.run(5, config=config_of(4, tiles=8))
+    model.check(out)
+    page_size = before[0][0].shape[1]
+    page, offset = divmod(int(model.slots[3]), page_size)
+    for caches, others in zip(model.caches, before, strict=True):
+        for cache, other in zip(caches, others, strict=True):
+            assert not cache[page, offset].isnan().any()
+            other[page, offset] = cache[page, offset]
+            assert torch.equal(cache.view(torch.int16), other.view(torch.int16))
+
+
 @pytest.mark.parametrize("power", [-60, 60])
 def test_the_range_of_tokens_with_fp8_weights(hopper: Any, power: int) -> None:
     """Tokens are converted to float16, whose range is narrower than bfloat16's. A chunk has large and small elements, and values

@@ -14,6 +14,7 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.decoder._inputs import layer_inputs
 from tokenspeed_kernel_base.ops.decoder.decoder_layers import decoder_layers
 from tokenspeed_kernel_base.ops.decoder.weights import DecoderLayer, DecoderWeights
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
@@ -200,3 +201,10 @@ def test_weights_with_other_windows_have_another_key() -> None:
     one, other = DecoderWeights([layer()]), DecoderWeights([layer(window_left=9)])
     assert one.key == DecoderWeights([layer()]).key
     assert one.key != other.key
+
+
+def test_a_drawn_sequence_without_tokens_is_rejected_by_the_operator() -> None:
+    """The draw itself must not fail: on a GPU, an index of -1 would end the process's use of the device."""
+    arguments = drawn(Case("no tokens in one sequence", layer_inputs([0, 5], [0, -1], 32, 1, 2, 8, 4, 2, 24)))
+    with pytest.raises(ValueError, match="cache_seqlens must be at least 1, got 0"):
+        OP.check_call(arguments)

@@ -220,6 +220,8 @@ def _() -> list[Case]:
         Case("gpt-oss-120b qkv, decode 4", dense(4, 2880, 5120, bias=torch.bfloat16), large=True),
         Case("llama-3-8b qkv, float16, decode 16", dense(16, 4096, 6144, dtype=half), large=True),
         Case("gpt-oss-120b qkv, decode 64", dense(64, 2880, 5120, bias=torch.bfloat16), large=True),
+        Case("20 rows of a long k, bias", dense(20, 3080, 2048, bias=torch.bfloat16), large=True),
+        Case("20 rows of a long k, float16", dense(20, 3080, 2048, dtype=half), large=True),
         Case("gpt-oss-120b o, prefill 4096", dense(4096, 4096, 2880, bias=torch.bfloat16), large=True),
         Case("gpt-oss-120b lm head, decode 64", dense(64, 2880, 201088), large=True),
         Case("gpt-oss-120b lm head, decode 1", dense(1, 2880, 201088), large=True),

@@ -375,8 +375,10 @@ class Attend(Qkv):
             to = call.rows + cutlass.select_(is_value, Int32(_V_AT), row * Q_PITCH) + column * 2
             store_words_shared(to, [packed[0], packed[1]])
             store_words_shared(to + gap * 2, [packed[2], packed[3]])
-            slot = load_int(attention.slots + Int64(token * attention.slot_words) * 4, False)
-            if stores & (row >= GROUP_HEADS) & (slot >= 0):
+            slot_at = attention.slots + Int64(token * attention.slot_words) * 4
+            slot = load_int(slot_at, False)
+            sign = load_int(slot_at + Int64(attention.slot_words - 1) * 4, False)  # the high word has the sign of an int64
+            if stores & (row >= GROUP_HEADS) & (sign >= 0):
                 page = slot // attention.page_size
                 offset = Int64(page) * attention.page_pitch + Int64(slot - page * attention.page_size) * attention.token_pitch
                 cache = cutlass.select_(is_value, call.address(V_CACHE), call.address(K_CACHE))
