@@ -29,8 +29,8 @@ from typing import Any
 
 FEW, MANY = 8, 136  # numbers of generated tokens; a step's time comes from the difference
 LOAD_FORMAT = "gpt_oss_random"
-# Default environment of vLLM's processes: a single GPU needs no communication, and nothing is downloaded. FlashInfer may be missing,
-# and greedy tokens need no sampler.
+# Default environment of vLLM's processes: a single GPU needs no communication, and nothing is downloaded. FlashInfer may be
+# missing, and greedy tokens need no sampler.
 _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
