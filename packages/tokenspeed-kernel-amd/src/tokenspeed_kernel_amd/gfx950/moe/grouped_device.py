@@ -238,7 +238,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
             first *= tokens.scale[None, :]
             second *= tokens.scale[None, :]
         first, second = add_bias(first, second, operands, expert, first_strip, strips, shape)
-        store_product(operands, first, second, first_strip, strips, tokens, swiglu, shape)
+        store_tile(operands, first, second, first_strip, strips, tokens, swiglu, shape)
 
 
 @gluon.aggregate
@@ -286,7 +286,7 @@ def add_bias(first, second, operands, expert, first_strip, strips, shape: gl.con
 
 
 @gluon.jit
-def store_product(operands, first, second, first_strip, strips, tokens, swiglu, shape: gl.constexpr):
+def store_tile(operands, first, second, first_strip, strips, tokens, swiglu, shape: gl.constexpr):
     """Stores a tile's accumulators: in the gate/up GEMM after the activation, in the down projection directly."""
     by_row: gl.constexpr = gl.SliceLayout(1, first.type.layout)
     lane = gl.arange(0, first.shape[0], by_row)

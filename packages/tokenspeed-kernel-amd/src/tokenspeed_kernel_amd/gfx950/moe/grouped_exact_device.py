@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tokenspeed_kernel_amd.gfx950.moe.exact_device import add_exactly, passes_of, wave_uniform
-from tokenspeed_kernel_amd.gfx950.moe.grouped_device import Tokens, add_bias, any_inexact, source_of, store_product, tokens_of
+from tokenspeed_kernel_amd.gfx950.moe.grouped_device import Tokens, add_bias, any_inexact, source_of, store_tile, tokens_of
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import accumulator_layout, strips_at
 
 _PART = gl.constexpr(32)  # columns of a tile that are computed together
@@ -58,4 +58,4 @@ def compute_part(operands, expert, first_row, count, strip, strips, k, swiglu, s
             zeros = gl.zeros([16 * warps, _PART], gl.float32, acc_layout)
             first, second = add_exactly(zeros, zeros, own, source, passes, quads, 0, 2, shape.encoding)
             first, second = add_bias(first, second, operands, expert, strip + block * warps, strips, shape)
-            store_product(operands, first, second, strip + block * warps, strips, tokens, swiglu, shape)
+            store_tile(operands, first, second, strip + block * warps, strips, tokens, swiglu, shape)

@@ -26,7 +26,7 @@ from tokenspeed_kernel_amd.gfx950.moe.grouped_device import (
     any_inexact,
     copy_layout,
     row_of_column,
-    store_product,
+    store_tile,
     tokens_of,
 )
 from tokenspeed_kernel_amd.gfx950.moe.grouped_exact_device import compute_inexact
@@ -468,7 +468,7 @@ def store_parts(operands, firsts, seconds, expert, strip, strips, tokens, first_
                 first *= here.scale[None, :]
                 second *= here.scale[None, :]
             first, second = add_bias(first, second, operands, expert, strip, strips, shape)
-            store_product(operands, first, second, strip, strips, here, swiglu, shape)
+            store_tile(operands, first, second, strip, strips, here, swiglu, shape)
 
 
 @gluon.jit

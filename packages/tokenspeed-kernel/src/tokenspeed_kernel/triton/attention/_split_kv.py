@@ -45,7 +45,7 @@ class Walk(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Compile-time constants of `merge_units_kernel`.
+    """Compile-time constants of `merge_work_items_kernel`.
 
     Attributes:
         heads, group, width: numbers of KV heads, of query heads per KV head, and of columns of a value.
@@ -162,7 +162,7 @@ def merge_partials(
     at_once = 1 if few else min(next_power_of_2(rows), max(1, _MERGED_AT_ONCE // (2 * block_w)))
     work_items = min(next_power_of_2(plan.most), max(2, (2 if few else 1) * _MERGED_AT_ONCE // (block_w * at_once)))
     items = heads * cdiv(rows, at_once)
-    device_code.merge_units_kernel[(plan.batch, items if few else min(items, max(1, programs // plan.batch)))](
+    device_code.merge_work_items_kernel[(plan.batch, items if few else min(items, max(1, programs // plan.batch)))](
         partial,
         partial_lse,
         out,

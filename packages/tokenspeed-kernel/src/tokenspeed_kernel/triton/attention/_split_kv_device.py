@@ -147,7 +147,7 @@ def work_items_before(sequence, max_blocks, lengths, WALK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["batch", "capacity", "window_left", "least", "wave", "waves_work_items", "long"])
-def merge_units_kernel(
+def merge_work_items_kernel(
     partial,  # float32 [work items, heads, rows, width]
     partial_lse,  # float32 [work items, heads, rows], base 2
     out,  # [batch * q_len, heads * group, width]

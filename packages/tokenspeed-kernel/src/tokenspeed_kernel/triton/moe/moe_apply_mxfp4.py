@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Compile-time options of `product_kernel`.
+    """Compile-time options of `mxfp4_gemm_kernel`.
 
     Attributes:
         scaled: whether inputs have scales.
@@ -83,7 +83,7 @@ class Options(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Compile-time tile sizes of `product_kernel`, from a `Tile`.
+    """Compile-time tile sizes of `mxfp4_gemm_kernel`, from a `Tile`.
 
     ``tail`` equals ``columns`` if there is one tile size. ``unroll`` divides the number of chunks. ``whole_k``: whether the chunk
     size divides the weight's k.
@@ -304,7 +304,7 @@ def _project(
     native = for_architecture({"nvidia": True, "any": False}, x.device)
     asynchronous = for_architecture({"sm_90": True, "any": False}, x.device)
     lists = (topk_ids,) * 4 if schedule is None else _lists(schedule)
-    device_code.product_kernel[(row_tiles * blocks, tile.split_k)](
+    device_code.mxfp4_gemm_kernel[(row_tiles * blocks, tile.split_k)](
         x,
         x.stride(0),
         x.stride(1),

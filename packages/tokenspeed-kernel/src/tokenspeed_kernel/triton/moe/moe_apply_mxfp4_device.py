@@ -194,7 +194,7 @@ def _multiply_tile(
 
 
 @triton.jit(do_not_specialize=["pairs", "row_tiles", "chunks"])
-def product_kernel(
+def mxfp4_gemm_kernel(
     x_ptr,
     x_stride_row,
     x_stride_k,
