@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -306,6 +307,13 @@ def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
     return draw.uniform(1, low=0.008, high=0.012) if plan.activation_dtype == "fp8_static" else None
 
 
+@functools.lru_cache(typed=True)  # planning takes several times as long as drawing a small layer
+def _canonical_plan(*sizes: int, **options: Any) -> MoEPlan:
+    """Returns the plan of a case. All kernels get the same case, with canonical weights. The code that runs the case then prepares
+    these weights for each kernel."""
+    return moe_apply.plan(*sizes, **options, platform=cpu_platform(), override=f"{REFERENCE}_moe_apply")
+
+
 @recipe
 def _inputs(
     tokens: int,
@@ -331,10 +339,7 @@ def _inputs(
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        # All kernels get the same case, with canonical weights. The code that runs the case then prepares these weights for each
-        # kernel.
-        fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_moe_apply"}
-        plan = moe_apply.plan(experts, top_k, hidden, intermediate, **options, **fixed)
+        plan = _canonical_plan(experts, top_k, hidden, intermediate, **options)
         w13, w13_scale, w13_global_scale = _weight(draw, plan, 2 * intermediate, hidden)
         w2, w2_scale, w2_global_scale = _weight(draw, plan, hidden, intermediate)
         b13, b2 = (draw.normal(experts, n, scale=0.2) if plan.bias else None for n in (2 * intermediate, hidden))
