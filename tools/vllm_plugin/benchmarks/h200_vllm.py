@@ -61,6 +61,9 @@ VARIANTS = {
     # vLLM's other attention: how far its own kernels differ among themselves.
     "vllm-triton": Variant(("--attention", "TRITON_ATTN"), _ONLY_WEIGHTS),
     "vllm-triton-mla": Variant(("--attention", "TRITON_MLA"), _ONLY_WEIGHTS),
+    # The block scales of the checkpoint. By default, vLLM rounds scales of weights and activations up to powers of two if DeepGEMM
+    # computes a layer.
+    "vllm-float-scales": Variant(variables={**_ONLY_WEIGHTS, "VLLM_USE_DEEP_GEMM_E8M0": "0"}),
     "plugin": Variant(("--attention", "CUSTOM")),
     "plugin-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_LINEAR": "1"}),
     "plugin-norms": Variant(("--attention", "CUSTOM", "--norms")),
