@@ -61,6 +61,7 @@ VARIANTS = {
     # vLLM's other attention: how far its own kernels differ among themselves.
     "vllm-triton": Variant(("--attention", "TRITON_ATTN"), _ONLY_WEIGHTS),
     "vllm-triton-mla": Variant(("--attention", "TRITON_MLA"), _ONLY_WEIGHTS),
+    # Switches that are not set have their defaults: MXFP4 experts and linear layers are on in all variants of the plugin.
     "plugin": Variant(("--attention", "CUSTOM")),
     "plugin-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_LINEAR": "1"}),
     "plugin-norms": Variant(("--attention", "CUSTOM", "--norms")),

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm.linear_planned import READ_BY_VLLM, PlannedLinear
-from tokenspeed_kernel_vllm.settings import read_settings
+from tokenspeed_kernel_vllm.settings import is_on, read_settings
 
 SWITCH = "TOKENSPEED_VLLM_FP4_LINEAR"
 BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # number of weights of a row that share a scale
@@ -124,7 +124,8 @@ class Fp4Linear(PlannedLinear):
 def fp4_linear(
     own: QuantizeMethodBase | None, layer: torch.nn.Module, prefix: str, stored: Stored | None
 ) -> QuantizeMethodBase | None:
-    """Returns our method for a linear layer. Returns ``own`` for other layers and formats, or if the setting is off.
+    """Returns our method for a linear layer. Returns ``own`` for other layers and formats, or if the part is off for the
+    format.
 
     Args:
         own: vLLM's method.
@@ -134,6 +135,6 @@ def fp4_linear(
     """
     if stored is None or not isinstance(layer, LinearBase) or not isinstance(own, LinearMethodBase):
         return own
-    if not read_settings().fp4_linear or prefix.endswith(READ_BY_VLLM):
+    if prefix.endswith(READ_BY_VLLM) or not is_on(read_settings().fp4_linear, SWITCH, stored.weight_format):
         return own
     return Fp4Linear(own, stored)

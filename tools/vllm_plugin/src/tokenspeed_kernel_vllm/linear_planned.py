@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from tokenspeed_kernel_base.served import NotServedError, plan_for
 from tokenspeed_kernel_vllm.loading import release
-from tokenspeed_kernel_vllm.settings import CORE, WHY_OFF, core_is_there
+from tokenspeed_kernel_vllm.settings import CORE, core_is_there, default_of
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warm_once
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
@@ -145,9 +145,9 @@ class PlannedLinear(LinearMethodBase):
         device = given.weight.device
         self.weights = self.ops.linear.prepare(given, self.plan)
         release(layer, self.stored(), self.weights)
-        text = "tokenspeed_kernel_vllm: %s linear layers (%s, activations %s) by %s (%s; off by default: %s)"
-        plan, switch = self.plan, self.switch
-        logger.info_once(text, self.what, self.kind(), plan.activation_dtype, plan.kernel, switch, WHY_OFF[switch])
+        text = "tokenspeed_kernel_vllm: %s linear layers (%s, activations %s) by %s (%s; %s)"
+        plan, default = self.plan, default_of(self.switch, self.plan.weight_format)
+        logger.info_once(text, self.what, self.kind(), plan.activation_dtype, plan.kernel, self.switch, default)
         warm_once("linear layers", self.plan, device, lambda tokens: self.warm(tokens, device))
 
     @torch.inference_mode()

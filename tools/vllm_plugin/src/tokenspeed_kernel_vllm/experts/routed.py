@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm.experts.method import arrange, ids_of_rank
 from tokenspeed_kernel_vllm.experts.planning import find_plan, say_served
 from tokenspeed_kernel_vllm.linear_fp8 import fp8_linear
-from tokenspeed_kernel_vllm.settings import CORE, WHY_OFF, read_settings
+from tokenspeed_kernel_vllm.settings import CORE, default_of, is_on, read_settings
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warm_once
 
 SWITCH = "TOKENSPEED_VLLM_OTHER_EXPERTS"
@@ -52,7 +52,8 @@ class _Served:
         """
         device = getattr(layer, f"w13_{self.weight}").device
         self.weights = arrange(layer, self.plan, self.ops, self.scale, self.weight, **more)
-        say_served(f"{self.plan.weight_format} ({SWITCH}; off by default: {WHY_OFF[SWITCH]})", self.plan)
+        weight_format = self.plan.weight_format
+        say_served(f"{weight_format} ({SWITCH}; {default_of(SWITCH, weight_format)})", self.plan)
         warm_once("experts", self.plan, device, lambda tokens: self.warm(layer, tokens, device))
 
     @torch.inference_mode()
@@ -73,6 +74,11 @@ class _Served:
         """Returns this rank's partial sum over the top-k experts, ``[tokens, hidden]``. ``topk_ids``: global expert ids."""
         out: Tensor = self.ops.moe_apply(x, self.weights, topk_weights.float(), ids_of_rank(layer, topk_ids), self.plan)
         return out
+
+
+def wanted(weight_format: str) -> bool:
+    """Returns whether the switch, or its default, asks for our kernels for experts of a format."""
+    return is_on(read_settings().other_experts, SWITCH, weight_format)
 
 
 def plan_of(moe: Any, weight_format: str) -> Any:
@@ -103,7 +109,7 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         """
         self.served: _Served | None = None
         served = None
-        if read_settings().other_experts:
+        if wanted("dense"):
             try:
                 served = _Served(plan_of(moe, "dense"), "weight_scale")
             except NotServedError as error:
@@ -187,7 +193,7 @@ class BlockFp8Config(Fp8Config):
         reason.
         """
         own = fp8_linear(super().get_quant_method(layer, prefix), prefix, self)
-        if not isinstance(own, Fp8MoEMethod) or not read_settings().other_experts:
+        if not isinstance(own, Fp8MoEMethod) or not wanted("fp8_block"):
             return own
         try:
             if self.weight_block_size != [BLOCK, BLOCK]:
