@@ -53,6 +53,9 @@ def test_mxfp4_is_on_by_default_where_it_was_measured(switch: str) -> None:
             assert str(default_of(switch, "mxfp4")) == f"on by default: {WHY_ON}"
             assert is_on(None, switch, "mxfp4")
             assert not is_on(False, switch, "mxfp4")
+            assert str(default_of(switch, "mxfp4", "not measured there")) == "off by default: not measured there"
+            assert not is_on(None, switch, "mxfp4", "not measured there")
+            assert is_on(True, switch, "mxfp4", "not measured there")
             assert str(default_of(switch, "nvfp4")) == f"off by default: {WHY_OFF[switch]}"
             assert not is_on(None, switch, "nvfp4")
             assert is_on(True, switch, "nvfp4")
@@ -181,9 +184,9 @@ def test_each_part_has_a_switch(registered: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("variables", "replaced"),
     [
-        ({}, {"compressed-tensors", "quark"}),
-        ({"OTHER_EXPERTS": "0"}, {"compressed-tensors", "quark"}),
-        ({"FP4_LINEAR": "0"}, {"compressed-tensors", "quark"}),
+        ({}, {"compressed-tensors"}),
+        ({"OTHER_EXPERTS": "0"}, {"compressed-tensors"}),
+        ({"FP4_LINEAR": "0"}, {"compressed-tensors"}),
         ({"OTHER_EXPERTS": "0", "FP4_LINEAR": "0"}, set()),
         ({"OTHER_EXPERTS": "0", "FP4_LINEAR": "0", "FP8_LINEAR": "1"}, {"compressed-tensors", "fp8"}),
         ({"OTHER_EXPERTS": "1", "FP4_LINEAR": "0"}, {"compressed-tensors", "quark", "fp8", "modelopt_fp4", "modelopt_mixed"}),

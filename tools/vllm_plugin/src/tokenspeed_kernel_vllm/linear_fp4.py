@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -43,6 +44,11 @@ class Stored:
     inverse: bool = False
     block: int | None = None
 
+    @property
+    def unmeasured(self) -> str:
+        """Why measurements do not apply to the checkpoint, see `default_of`."""
+        return "" if self.checkpoint == "compressed-tensors" else f"not measured in checkpoints of {self.checkpoint}"
+
     def check_block(self) -> None:
         """Raises NotServedError if the blocks have another size than the format's."""
         size = BLOCKS[self.weight_format]
@@ -59,13 +65,14 @@ class Stored:
 class Fp4Linear(PlannedLinear):
     """A linear layer with MXFP4 or NVFP4 weights. vLLM's own method adds the parameters and names them."""
 
-    def __init__(self, own: LinearMethodBase, stored: Stored) -> None:
+    def __init__(self, own: LinearMethodBase, stored: Stored, unmeasured: str) -> None:
         """
         Args:
             own: vLLM's method.
             stored: how the checkpoint stores the layer.
+            unmeasured: see `default_of`.
         """
-        super().__init__(own, stored.weight_format, SWITCH)
+        super().__init__(own, stored.weight_format, SWITCH, unmeasured)
         self.layout = stored
         self.rounded = read_settings().fp4_activations
 
@@ -135,6 +142,13 @@ def fp4_linear(
     """
     if stored is None or not isinstance(layer, LinearBase) or not isinstance(own, LinearMethodBase):
         return own
-    if prefix.endswith(READ_BY_VLLM) or not is_on(read_settings().fp4_linear, SWITCH, stored.weight_format):
+    unmeasured = stored.unmeasured or _without_experts()
+    if prefix.endswith(READ_BY_VLLM) or not is_on(read_settings().fp4_linear, SWITCH, stored.weight_format, unmeasured):
         return own
-    return Fp4Linear(own, stored)
+    return Fp4Linear(own, stored, unmeasured)
+
+
+def _without_experts() -> str:
+    """Returns why measurements do not apply to a model without experts; empty for a model with experts."""
+    config = get_current_vllm_config().model_config
+    return "" if config is not None and config.get_num_experts() else "measured only in a model with experts"

@@ -45,20 +45,23 @@ class PlannedLinear(LinearMethodBase):
         own: vLLM's method.
         what: the format's name, for the log.
         switch: the setting that selects this method, for the log.
+        unmeasured: see `default_of`, for the log.
         plan: the core's `LinearPlan`; None if the layer falls back to vLLM's method.
         weights: the core's `LinearWeights`, prepared for the plan; None before the layer is loaded.
     """
 
-    def __init__(self, own: LinearMethodBase, what: str, switch: str) -> None:
+    def __init__(self, own: LinearMethodBase, what: str, switch: str, unmeasured: str = "") -> None:
         """
         Args:
             own: vLLM's method.
             what: the format's name, for the log.
             switch: the setting that selects this method, for the log.
+            unmeasured: see `default_of`, for the log.
         """
         self.own = own
         self.what = what
         self.switch = switch
+        self.unmeasured = unmeasured
         self.plan: Any = None
         self.ops: Any = None
         self.weights: Any = None
@@ -146,7 +149,7 @@ class PlannedLinear(LinearMethodBase):
         self.weights = self.ops.linear.prepare(given, self.plan)
         release(layer, self.stored(), self.weights)
         text = "tokenspeed_kernel_vllm: %s linear layers (%s, activations %s) by %s (%s; %s)"
-        plan, default = self.plan, default_of(self.switch, self.plan.weight_format)
+        plan, default = self.plan, default_of(self.switch, self.plan.weight_format, self.unmeasured)
         logger.info_once(text, self.what, self.kind(), plan.activation_dtype, plan.kernel, self.switch, default)
         warm_once("linear layers", self.plan, device, lambda tokens: self.warm(tokens, device))
 

@@ -55,7 +55,7 @@ def register_parts(settings: Settings) -> None:
         ("fp8 layers", others or settings.fp8_linear, _register_fp8),
         ("compressed-tensors layers", settings.fp8_linear or mxfp4, _register_compressed),
         ("ModelOpt layers", others or bool(settings.fp4_linear), _register_modelopt),
-        ("Quark layers", mxfp4, _register_quark),
+        ("Quark layers", others or bool(settings.fp4_linear), _register_quark),
         ("gated delta rule", settings.delta_rule and core_is_there(), _register_delta_rule),
         ("gated norms", settings.gated_norms and core_is_there(), _register_gated_norms),
     ]

@@ -144,24 +144,27 @@ class Default(NamedTuple):
         return f"{'on' if self.on else 'off'} by default: {self.reason}"
 
 
-def default_of(switch: str, weight_format: str) -> Default:
+def default_of(switch: str, weight_format: str, unmeasured: str = "") -> Default:
     """Returns whether layers of a format run on our kernels on the current platform if the switch is not set.
 
     Args:
         switch: a name in `WHY_OFF`.
         weight_format: the core's name of the format, such as ``mxfp4``.
+        unmeasured: why the format's measurements do not apply to a layer; empty if they do.
     """
     if switch not in _ON_FOR_MXFP4 or weight_format != "mxfp4":
         return Default(False, WHY_OFF[switch])
     arch = current_platform().arch
-    return Default(True, WHY_ON) if arch == _MEASURED_ON else Default(False, f"not measured on {arch}")
+    if arch != _MEASURED_ON:
+        unmeasured = f"not measured on {arch}"
+    return Default(not unmeasured, unmeasured or WHY_ON)
 
 
-def is_on(setting: bool | None, switch: str, weight_format: str) -> bool:
+def is_on(setting: bool | None, switch: str, weight_format: str, unmeasured: str = "") -> bool:
     """Returns whether layers of a format run on our kernels on the current platform: as set, otherwise by default.
 
     Args:
         setting: the value in `Settings`; None if the switch is not set.
-        switch, weight_format: see `default_of`.
+        switch, weight_format, unmeasured: see `default_of`.
     """
-    return default_of(switch, weight_format).on if setting is None else setting
+    return default_of(switch, weight_format, unmeasured).on if setting is None else setting

@@ -29,7 +29,7 @@ class Fp4Experts(ServedExperts):
             NotServedError: no kernel is eligible, or the blocks have another size than the format's.
         """
         stored.check_block()
-        super().__init__(own.moe, stored.weight_format, "weight_scale", stored.weight)
+        super().__init__(own.moe, stored.weight_format, "weight_scale", stored.weight, stored.unmeasured)
         self.own = own
         self.stored = stored
         # vLLM's loader reads this: whether scales of activations are those of all ranks' experts.
@@ -90,7 +90,7 @@ def fp4_experts(own: QuantizeMethodBase | None, stored: Stored | None, method: t
         stored: how the checkpoint stores the layer; None for other formats.
         method: our method's class.
     """
-    if stored is None or not isinstance(own, FusedMoEMethodBase) or not wanted(stored.weight_format):
+    if stored is None or not isinstance(own, FusedMoEMethodBase) or not wanted(stored.weight_format, stored.unmeasured):
         return own
     try:
         return method(own, stored)

@@ -39,8 +39,9 @@ _SCALE = "weight_scale_inv"
 class _Served:
     """The plan and the weights of a layer that runs on a kernel of ours. Arranges the layer's weights, and calls the kernel."""
 
-    def __init__(self, plan: Any, scale: str, weight: str = "weight") -> None:
+    def __init__(self, plan: Any, scale: str, weight: str = "weight", unmeasured: str = "") -> None:
         self.plan = plan
+        self.unmeasured = unmeasured  # see `default_of`, for the log
         self.scale = scale
         self.weight = weight
         self.ops: Any = import_module(CORE)
@@ -53,7 +54,7 @@ class _Served:
         device = getattr(layer, f"w13_{self.weight}").device
         self.weights = arrange(layer, self.plan, self.ops, self.scale, self.weight, **more)
         weight_format = self.plan.weight_format
-        say_served(f"{weight_format} ({SWITCH}; {default_of(SWITCH, weight_format)})", self.plan)
+        say_served(f"{weight_format} ({SWITCH}; {default_of(SWITCH, weight_format, self.unmeasured)})", self.plan)
         warm_once("experts", self.plan, device, lambda tokens: self.warm(layer, tokens, device))
 
     @torch.inference_mode()
@@ -76,9 +77,9 @@ class _Served:
         return out
 
 
-def wanted(weight_format: str) -> bool:
-    """Returns whether the switch, or its default, asks for our kernels for experts of a format."""
-    return is_on(read_settings().other_experts, SWITCH, weight_format)
+def wanted(weight_format: str, unmeasured: str = "") -> bool:
+    """Returns whether the switch, or its default, asks for our kernels for experts of a format. ``unmeasured``: see `default_of`."""
+    return is_on(read_settings().other_experts, SWITCH, weight_format, unmeasured)
 
 
 def plan_of(moe: Any, weight_format: str) -> Any:
@@ -207,18 +208,19 @@ class BlockFp8Config(Fp8Config):
 class ServedExperts(FusedMoEMethodBase):
     """Experts of a checkpoint's format on a kernel of the core."""
 
-    def __init__(self, moe: FusedMoEConfig, weight_format: str, scale: str, weight: str = "weight") -> None:
+    def __init__(self, moe: FusedMoEConfig, weight_format: str, scale: str, weight: str = "weight", unmeasured: str = "") -> None:
         """
         Args:
             moe: vLLM's description of the layer.
             weight_format: the plan's format.
             scale, weight: the parts after ``w13_`` and ``w2_`` of the parameters' names.
+            unmeasured: see `default_of`, for the log.
 
         Raises:
             NotServedError: no kernel is eligible.
         """
         super().__init__(moe)
-        self.served = _Served(plan_of(moe, weight_format), scale, weight)
+        self.served = _Served(plan_of(moe, weight_format), scale, weight, unmeasured)
 
     @property
     def is_monolithic(self) -> bool:
