@@ -129,14 +129,14 @@ LATENT = Part(
 EXPERTS = {
     "dense": Part("experts", ("-", "`TOKENSPEED_VLLM_OTHER_EXPERTS`", _MIXED, "on"), expert_kernels),
     "fp8_block": Part("experts", ("-", "`TOKENSPEED_VLLM_OTHER_EXPERTS`", _MIXED, "no: 8 bits are rejected"), expert_kernels),
-    "mxfp4": Part("experts", ("-", "`TOKENSPEED_VLLM_OTHER_EXPERTS`", _MIXED, _MIXED), expert_kernels),
+    "mxfp4": Part("experts", ("-", "on (Hopper), else `TOKENSPEED_VLLM_OTHER_EXPERTS`", _MIXED, _MIXED), expert_kernels),
     "nvfp4": Part("experts", ("-", "`TOKENSPEED_VLLM_OTHER_EXPERTS`", _MIXED, _MIXED), expert_kernels),
 }
 GPT_OSS_EXPERTS = Part("experts", ("on", "on", "on", "on"), expert_kernels)
 LINEAR = {
     "fp8_channel": Part("linear layers", ("-", "`TOKENSPEED_VLLM_FP8_LINEAR`", _MIXED, _MIXED), linear_kernels),
     "fp8_block": Part("linear layers", ("-", "`TOKENSPEED_VLLM_FP8_LINEAR`", _MIXED, _MIXED), linear_kernels),
-    "mxfp4": Part("linear layers", ("-", "`TOKENSPEED_VLLM_FP4_LINEAR`", _MIXED, _MIXED), linear_kernels),
+    "mxfp4": Part("linear layers", ("-", "on (Hopper), else `TOKENSPEED_VLLM_FP4_LINEAR`", _MIXED, _MIXED), linear_kernels),
     "nvfp4": Part("linear layers", ("-", "`TOKENSPEED_VLLM_FP4_LINEAR`", _MIXED, _MIXED), linear_kernels),
 }
 # Parts that do not depend on the model, or that no model above has.

@@ -27,7 +27,7 @@ from tokenspeed_kernel_base import config, memo, registry, selection
 from tokenspeed_kernel_base import operator as operator_module
 from tokenspeed_kernel_base.hooks import HOOKS
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
-from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.platform import current_platform, named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 
 PACKAGE = Path(__file__).parents[1]
@@ -260,6 +260,21 @@ def test_engines_parts_name_kernels_and_switches(monkeypatch: pytest.MonkeyPatch
         assert ours
         for name in ours:  # an unknown setting is an error, whatever its value
             settings.read_settings({name: {"TOKENSPEED_VLLM_ACTIVATIONS": "fp8"}.get(name, "1")})
+
+
+def test_formats_are_on_as_the_plugin_for_vllm_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells of vLLM of experts and linear layers: whether a format is on by default, on Hopper and elsewhere."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    served = importlib.import_module("served_table")
+    settings = importlib.import_module("tokenspeed_kernel_vllm.settings")
+    for parts in (served.EXPERTS, served.LINEAR):
+        for weight_format, part in parts.items():
+            cell = part.status[served.ENGINES.index("vLLM")]
+            (switch,) = re.findall(r"TOKENSPEED_\w+", cell)
+            with use_platform(named_platform("h200")):
+                assert settings.default_of(switch, weight_format).on == cell.startswith("on (Hopper), else "), cell
+            with use_platform(named_platform("mi355x")):
+                assert not settings.default_of(switch, weight_format).on, cell
 
 
 def test_a_plugins_speed_is_relative_to_the_engines_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

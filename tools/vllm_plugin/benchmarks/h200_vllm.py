@@ -64,6 +64,7 @@ VARIANTS = {
     # The block scales of the checkpoint. By default, vLLM rounds scales of weights and activations up to powers of two if DeepGEMM
     # computes a layer.
     "vllm-float-scales": Variant(variables={**_ONLY_WEIGHTS, "VLLM_USE_DEEP_GEMM_E8M0": "0"}),
+    # Switches that are not set have their defaults: MXFP4 experts and linear layers are on in all variants of the plugin.
     "plugin": Variant(("--attention", "CUSTOM")),
     "plugin-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_LINEAR": "1"}),
     "plugin-norms": Variant(("--attention", "CUSTOM", "--norms")),

@@ -26,9 +26,11 @@ from vllm_checkpoints import BLOCKS, KINDS, config_of
 from vllm_routed import EXPERTS, HIDDEN, INTERMEDIATE, check, inputs, layer_of, run, weighted
 
 import tokenspeed_kernel_vllm
+from tokenspeed_kernel_base.platform import named_platform
+from tokenspeed_kernel_vllm import settings
 from tokenspeed_kernel_vllm.experts import planning, routed
 from tokenspeed_kernel_vllm.experts.packed import CompressedFp4Experts, Fp4Experts, ModelOptFp4Experts
-from tokenspeed_kernel_vllm.settings import WHY_OFF
+from tokenspeed_kernel_vllm.settings import WHY_OFF, WHY_ON
 
 OURS = {"compressed": CompressedFp4Experts, "modelopt": ModelOptFp4Experts, "quark": Fp4Experts}
 EXPERT_KINDS = [kind for kind in KINDS if kind not in ("modelopt mixed", "compressed mxfp4a16")]
@@ -125,9 +127,10 @@ def test_a_layer(one_process: Any, said: list[str], kind: str) -> None:
     x, logits = inputs()
     check(run(one_process, layer, x, logits), expected(kind, tensors, x, logits))
     assert method.get_fused_moe_quant_config(layer.routed_experts) is None
+    reason = "not measured on cpu" if "mxfp4" in kind else WHY_OFF["TOKENSPEED_VLLM_OTHER_EXPERTS"]
     assert said == [
-        f"tokenspeed_kernel_vllm: {KINDS[kind][1]} (TOKENSPEED_VLLM_OTHER_EXPERTS; off by default: "
-        f"{WHY_OFF['TOKENSPEED_VLLM_OTHER_EXPERTS']}) experts by {method.served.plan.kernel}; "
+        f"tokenspeed_kernel_vllm: {KINDS[kind][1]} (TOKENSPEED_VLLM_OTHER_EXPERTS; off by default: {reason}) "
+        f"experts by {method.served.plan.kernel}; "
         "routing separate; activations unrounded (TOKENSPEED_VLLM_ACTIVATIONS)"
     ]
 
@@ -175,9 +178,47 @@ def test_activations_are_rounded_if_asked_for(one_process: Any, said: list[str],
 
 @pytest.mark.parametrize("kind", EXPERT_KINDS)
 def test_it_is_off_unless_asked_for(said: list[str], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.delenv("TOKENSPEED_VLLM_OTHER_EXPERTS")
+    """On devices on which no format was measured, such as a CPU."""
+    unset(monkeypatch)
     assert not isinstance(make_layer(kind).routed_experts.quant_method, Fp4Experts)
     assert not said
+
+
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers the plugin as by default."""
+    monkeypatch.delenv("TOKENSPEED_VLLM_OTHER_EXPERTS")
+    monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
+    tokenspeed_kernel_vllm.register()
+
+
+@pytest.mark.parametrize("kind", EXPERT_KINDS)
+def test_mxfp4_is_on_by_default_on_hopper(one_process: Any, said: list[str], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The default is that of an H200; the kernels are those of the CPU."""
+    monkeypatch.setattr(settings, "current_platform", lambda: named_platform("h200"))
+    unset(monkeypatch)
+    layer, tensors = make_layer(kind), checkpoint(kind)
+    method = layer.routed_experts.quant_method
+    if kind != "compressed mxfp4":
+        assert not isinstance(method, Fp4Experts)
+        assert not said
+        return
+    assert type(method) is OURS[kind.split()[0]]
+    load(layer, kind, tensors)
+    x, logits = inputs()
+    check(run(one_process, layer, x, logits), expected(kind, tensors, x, logits))
+    assert len(said) == 1
+    assert f"mxfp4 (TOKENSPEED_VLLM_OTHER_EXPERTS; on by default: {WHY_ON}) experts by" in said[0]
+    monkeypatch.setenv("TOKENSPEED_VLLM_OTHER_EXPERTS", "0")
+    assert not isinstance(make_layer(kind, prefix="model.layers.1.mlp.experts").routed_experts.quant_method, Fp4Experts)
+    assert len(said) == 1
+
+
+def test_a_layer_that_is_refused_by_default_is_vllms(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "current_platform", lambda: named_platform("h200"))
+    unset(monkeypatch)
+    layer = make_layer("compressed mxfp4", activation="gelu")
+    assert not isinstance(layer.routed_experts.quant_method, Fp4Experts)
+    assert said == ["tokenspeed_kernel_vllm: vLLM's own mxfp4 experts, because it does not serve activation gelu"]
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,10 @@ from vllm_checkpoints import BLOCKS, KINDS, config_of, modelopt_checkpoint
 from vllm_linear import check_compiled_whole
 
 import tokenspeed_kernel_vllm
-from tokenspeed_kernel_vllm import linear_planned, sizes
+from tokenspeed_kernel_base.platform import named_platform
+from tokenspeed_kernel_vllm import linear_planned, settings, sizes
 from tokenspeed_kernel_vllm.linear_fp4 import Fp4Linear
-from tokenspeed_kernel_vllm.settings import WHY_OFF
+from tokenspeed_kernel_vllm.settings import WHY_OFF, WHY_ON
 
 IN, PARTS, PREFIX = 64, (32, 48), "model.layers.0.mlp.gate_up_proj"
 INPUT_SCALE, SCALE = 3 / 2048, 5 / 4096  # global scales, as multipliers
@@ -46,7 +47,9 @@ def fp4(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(vllms._POSSIBLE_NVFP4_KERNELS, current_platform._enum, [vllms.EmulationNvFp4LinearKernel])
     monkeypatch.setitem(vllms._POSSIBLE_MXFP4_KERNELS, current_platform._enum, [vllms.MarlinMxFp4LinearKernel])
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
-    monkeypatch.setattr(one_process, "model_config", SimpleNamespace(dtype=torch.bfloat16, quantization_config=None))
+    monkeypatch.setattr(
+        one_process, "model_config", SimpleNamespace(dtype=torch.bfloat16, quantization_config=None, get_num_experts=lambda: 8)
+    )
     monkeypatch.setenv("TOKENSPEED_VLLM_FP4_LINEAR", "1")
     tokenspeed_kernel_vllm.register()
     return one_process
@@ -123,9 +126,10 @@ def test_a_layer(fp4: Any, said: list[str], kind: str) -> None:
     assert layer.requires_unquantized_input
     format_of = {"compressed": "compressed-tensors", "modelopt": "ModelOpt", "quark": "Quark"}[kind.split()[0]]
     _, fmt, activations = KINDS[kind]
+    reason = "not measured on cpu" if fmt == "mxfp4" else WHY_OFF["TOKENSPEED_VLLM_FP4_LINEAR"]
     assert said == [
         f"tokenspeed_kernel_vllm: {fmt} linear layers ({format_of} with {activations} activations, activations none) by "
-        f"{layer.quant_method.plan.kernel} (TOKENSPEED_VLLM_FP4_LINEAR; off by default: {WHY_OFF['TOKENSPEED_VLLM_FP4_LINEAR']})"
+        f"{layer.quant_method.plan.kernel} (TOKENSPEED_VLLM_FP4_LINEAR; off by default: {reason})"
     ]
 
 
@@ -229,8 +233,49 @@ OWN = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_off_by_default(fp4: Any, said: list[str], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.delenv("TOKENSPEED_VLLM_FP4_LINEAR")
+    """On devices on which no format was measured, such as a CPU."""
+    unset(monkeypatch)
     assert type(make_layer(kind).quant_method).__name__ in OWN[kind.split()[0]]
+    assert not said
+
+
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers the plugin as by default."""
+    monkeypatch.delenv("TOKENSPEED_VLLM_FP4_LINEAR")
+    monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
+    tokenspeed_kernel_vllm.register()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mxfp4_is_on_by_default_on_hopper(fp4: Any, said: list[str], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The default is that of an H200; the kernels are those of the CPU. Quark, and models without experts, were not measured."""
+    monkeypatch.setattr(settings, "current_platform", lambda: named_platform("h200"))
+    unset(monkeypatch)
+    layer, parts = make_layer(kind), checkpoint(kind)
+    if KINDS[kind][1] != "mxfp4" or kind.startswith("quark"):
+        assert type(layer.quant_method).__name__ in OWN[kind.split()[0]]
+        assert not said
+        return
+    load(layer, kind, parts)
+    x = torch.randn(5, IN, dtype=torch.bfloat16)
+    assert near(layer(x)[0], x.float() @ weights_of(kind, parts).t())
+    assert len(said) == 1
+    assert said[0].endswith(f"(TOKENSPEED_VLLM_FP4_LINEAR; on by default: {WHY_ON})")
+    monkeypatch.setattr(fp4.model_config, "get_num_experts", lambda: 0)
+    assert type(make_layer(kind).quant_method).__name__ in OWN[kind.split()[0]]
+    monkeypatch.setattr(fp4.model_config, "get_num_experts", lambda: 8)
+    monkeypatch.setenv("TOKENSPEED_VLLM_FP4_LINEAR", "0")
+    assert type(make_layer(kind).quant_method).__name__ in OWN[kind.split()[0]]
+    assert len(said) == 1
+
+
+def test_formats_without_a_kernel_are_named_only_if_a_switch_asks(
+    fp4: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unset(monkeypatch)
+    layer = ReplicatedLinear(256, 128, bias=False, prefix="model.layers.0.mlp.gate_proj")
+    method = config_of("compressed int4").get_quant_method(layer, "model.layers.0.mlp.gate_proj")
+    assert type(method).__name__ in OWN["compressed"]
     assert not said
 
 

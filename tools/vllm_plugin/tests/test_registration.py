@@ -13,7 +13,10 @@ import pytest
 
 tokenspeed_kernel_vllm = pytest.importorskip("tokenspeed_kernel_vllm", reason="needs the plugin: `nox -s vllm` installs it")
 
-from tokenspeed_kernel_vllm.settings import PREFIX, WHY_OFF, Settings, read_settings
+from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_vllm.settings import PREFIX, WHY_OFF, WHY_ON, Settings, default_of, is_on, read_settings
+
+PER_FORMAT = ("TOKENSPEED_VLLM_OTHER_EXPERTS", "TOKENSPEED_VLLM_FP4_LINEAR")
 
 
 def test_importing_imports_neither_vllm_nor_pytorch() -> None:
@@ -28,6 +31,8 @@ def test_settings() -> None:
     assert read_settings(given) == Settings(attention=False, experts=False, package="my_kernels")
     assert read_settings({"TOKENSPEED_VLLM_WARMUP": "0", "TOKENSPEED_VLLM_LINEAR": "1"}) == Settings(warmup=False, linear=True)
     assert read_settings({"TOKENSPEED_VLLM_OTHER_EXPERTS": "1"}) == Settings(other_experts=True)
+    off = {"TOKENSPEED_VLLM_OTHER_EXPERTS": "0", "TOKENSPEED_VLLM_FP4_LINEAR": "0"}
+    assert read_settings(off) == Settings(other_experts=False, fp4_linear=False)
     assert read_settings({"TOKENSPEED_VLLM_RECEIPTS": "there"}) == Settings(receipts=Path("there"))
     assert read_settings({"TOKENSPEED_VLLM_ACTIVATIONS": "fp8"}) == Settings(activations="fp8")
     assert read_settings({"TOKENSPEED_VLLM_MLA": "1", "TOKENSPEED_VLLM_FP8_LINEAR": "1"}) == Settings(mla=True, fp8_linear=True)
@@ -39,6 +44,34 @@ def test_settings() -> None:
         read_settings({"TOKENSPEED_VLLM_EXPERTS": "off"})
     with pytest.raises(ValueError, match=r"VLLM_EXPERT is no setting; .*VLLM_ACTIVATIONS"):
         read_settings({"TOKENSPEED_VLLM_EXPERT": "0"})
+
+
+@pytest.mark.parametrize("switch", PER_FORMAT)
+def test_mxfp4_is_on_by_default_where_it_was_measured(switch: str) -> None:
+    for device in ("h200", "h100"):
+        with use_platform(named_platform(device)):
+            assert str(default_of(switch, "mxfp4")) == f"on by default: {WHY_ON}"
+            assert is_on(None, switch, "mxfp4")
+            assert not is_on(False, switch, "mxfp4")
+            assert str(default_of(switch, "mxfp4", "not measured there")) == "off by default: not measured there"
+            assert not is_on(None, switch, "mxfp4", "not measured there")
+            assert is_on(True, switch, "mxfp4", "not measured there")
+            assert str(default_of(switch, "nvfp4")) == f"off by default: {WHY_OFF[switch]}"
+            assert not is_on(None, switch, "nvfp4")
+            assert is_on(True, switch, "nvfp4")
+    for device, arch in {"b200": "sm_100", "a100": "sm_80", "mi355x": "gfx950", "cpu": "cpu"}.items():
+        with use_platform(named_platform(device)):
+            assert str(default_of(switch, "mxfp4")) == f"off by default: not measured on {arch}"
+            assert not is_on(None, switch, "mxfp4")
+            assert is_on(True, switch, "mxfp4")
+
+
+def test_other_parts_are_off_whatever_the_format() -> None:
+    with use_platform(named_platform("h200")):
+        for switch in WHY_OFF.keys() - set(PER_FORMAT):
+            assert str(default_of(switch, "mxfp4")) == f"off by default: {WHY_OFF[switch]}"
+        for weight_format in ("dense", "fp8_block"):
+            assert not is_on(None, "TOKENSPEED_VLLM_OTHER_EXPERTS", weight_format)
 
 
 def test_a_receipt_is_written_after_a_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +181,32 @@ def test_each_part_has_a_switch(registered: Any, monkeypatch: pytest.MonkeyPatch
     assert get_quantization_config("gpt_oss_mxfp4").__name__ == "GptOssConfig"
 
 
+@pytest.mark.parametrize(
+    ("variables", "replaced"),
+    [
+        ({}, {"compressed-tensors"}),
+        ({"OTHER_EXPERTS": "0"}, {"compressed-tensors"}),
+        ({"FP4_LINEAR": "0"}, {"compressed-tensors"}),
+        ({"OTHER_EXPERTS": "0", "FP4_LINEAR": "0"}, set()),
+        ({"OTHER_EXPERTS": "0", "FP4_LINEAR": "0", "FP8_LINEAR": "1"}, {"compressed-tensors", "fp8"}),
+        ({"OTHER_EXPERTS": "1", "FP4_LINEAR": "0"}, {"compressed-tensors", "quark", "fp8", "modelopt_fp4", "modelopt_mixed"}),
+        ({"FP4_LINEAR": "1"}, {"compressed-tensors", "quark", "modelopt_fp4", "modelopt_mixed"}),
+    ],
+)
+def test_configurations_are_replaced_for_formats_that_may_be_on(
+    registered: Any, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], replaced: set[str]
+) -> None:
+    """By default, only configurations of MXFP4 checkpoints are replaced. A layer's format and device decide later."""
+    from vllm.model_executor import custom_op
+    from vllm.model_executor.layers import quantization
+
+    monkeypatch.setattr(custom_op, "op_registry_oot", {})
+    for name, value in variables.items():
+        monkeypatch.setenv(PREFIX + name, value)
+    tokenspeed_kernel_vllm.register()
+    assert set(quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG) == {"gpt_oss_mxfp4", *replaced}
+
+
 def test_another_plugin_keeps_its_backend(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.registry import register_backend
 
@@ -183,4 +242,5 @@ def test_the_readme_says_why_parts_are_off() -> None:
     for name, reason in WHY_OFF.items():
         (line,) = (line for line in lines if line.startswith(f"| `{name}` |"))
         assert line.endswith(f"off by default: {reason} |"), name
-        assert not getattr(Settings(), name.removeprefix(PREFIX).lower())
+        assert (f"on by default: {WHY_ON}." in line) == (name in PER_FORMAT), name
+        assert getattr(Settings(), name.removeprefix(PREFIX).lower()) is (None if name in PER_FORMAT else False), name

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm.linear_planned import READ_BY_VLLM, PlannedLinear
-from tokenspeed_kernel_vllm.settings import read_settings
+from tokenspeed_kernel_vllm.settings import is_on, read_settings
 
 SWITCH = "TOKENSPEED_VLLM_FP4_LINEAR"
 BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # number of weights of a row that share a scale
@@ -43,6 +44,11 @@ class Stored:
     inverse: bool = False
     block: int | None = None
 
+    @property
+    def unmeasured(self) -> str:
+        """Why measurements do not apply to the checkpoint, see `default_of`."""
+        return "" if self.checkpoint == "compressed-tensors" else f"not measured in checkpoints of {self.checkpoint}"
+
     def check_block(self) -> None:
         """Raises NotServedError if the blocks have another size than the format's."""
         size = BLOCKS[self.weight_format]
@@ -59,13 +65,14 @@ class Stored:
 class Fp4Linear(PlannedLinear):
     """A linear layer with MXFP4 or NVFP4 weights. vLLM's own method adds the parameters and names them."""
 
-    def __init__(self, own: LinearMethodBase, stored: Stored) -> None:
+    def __init__(self, own: LinearMethodBase, stored: Stored, unmeasured: str) -> None:
         """
         Args:
             own: vLLM's method.
             stored: how the checkpoint stores the layer.
+            unmeasured: see `default_of`.
         """
-        super().__init__(own, stored.weight_format, SWITCH)
+        super().__init__(own, stored.weight_format, SWITCH, unmeasured)
         self.layout = stored
         self.rounded = read_settings().fp4_activations
 
@@ -124,7 +131,8 @@ class Fp4Linear(PlannedLinear):
 def fp4_linear(
     own: QuantizeMethodBase | None, layer: torch.nn.Module, prefix: str, stored: Stored | None
 ) -> QuantizeMethodBase | None:
-    """Returns our method for a linear layer. Returns ``own`` for other layers and formats, or if the setting is off.
+    """Returns our method for a linear layer. Returns ``own`` for other layers and formats, or if the part is off for the
+    format.
 
     Args:
         own: vLLM's method.
@@ -134,6 +142,13 @@ def fp4_linear(
     """
     if stored is None or not isinstance(layer, LinearBase) or not isinstance(own, LinearMethodBase):
         return own
-    if not read_settings().fp4_linear or prefix.endswith(READ_BY_VLLM):
+    unmeasured = stored.unmeasured or _without_experts()
+    if prefix.endswith(READ_BY_VLLM) or not is_on(read_settings().fp4_linear, SWITCH, stored.weight_format, unmeasured):
         return own
-    return Fp4Linear(own, stored)
+    return Fp4Linear(own, stored, unmeasured)
+
+
+def _without_experts() -> str:
+    """Returns why measurements do not apply to a model without experts; empty for a model with experts."""
+    config = get_current_vllm_config().model_config
+    return "" if config is not None and config.get_num_experts() else "measured only in a model with experts"

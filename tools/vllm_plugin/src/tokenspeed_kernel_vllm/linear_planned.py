@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from tokenspeed_kernel_base.served import NotServedError, plan_for
 from tokenspeed_kernel_vllm.loading import release
-from tokenspeed_kernel_vllm.settings import CORE, WHY_OFF, core_is_there
+from tokenspeed_kernel_vllm.settings import CORE, core_is_there, default_of
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warm_once
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
@@ -45,20 +45,23 @@ class PlannedLinear(LinearMethodBase):
         own: vLLM's method.
         what: the format's name, for the log.
         switch: the setting that selects this method, for the log.
+        unmeasured: see `default_of`, for the log.
         plan: the core's `LinearPlan`; None if the layer falls back to vLLM's method.
         weights: the core's `LinearWeights`, prepared for the plan; None before the layer is loaded.
     """
 
-    def __init__(self, own: LinearMethodBase, what: str, switch: str) -> None:
+    def __init__(self, own: LinearMethodBase, what: str, switch: str, unmeasured: str = "") -> None:
         """
         Args:
             own: vLLM's method.
             what: the format's name, for the log.
             switch: the setting that selects this method, for the log.
+            unmeasured: see `default_of`, for the log.
         """
         self.own = own
         self.what = what
         self.switch = switch
+        self.unmeasured = unmeasured
         self.plan: Any = None
         self.ops: Any = None
         self.weights: Any = None
@@ -145,9 +148,9 @@ class PlannedLinear(LinearMethodBase):
         device = given.weight.device
         self.weights = self.ops.linear.prepare(given, self.plan)
         release(layer, self.stored(), self.weights)
-        text = "tokenspeed_kernel_vllm: %s linear layers (%s, activations %s) by %s (%s; off by default: %s)"
-        plan, switch = self.plan, self.switch
-        logger.info_once(text, self.what, self.kind(), plan.activation_dtype, plan.kernel, switch, WHY_OFF[switch])
+        text = "tokenspeed_kernel_vllm: %s linear layers (%s, activations %s) by %s (%s; %s)"
+        plan, default = self.plan, default_of(self.switch, self.plan.weight_format, self.unmeasured)
+        logger.info_once(text, self.what, self.kind(), plan.activation_dtype, plan.kernel, self.switch, default)
         warm_once("linear layers", self.plan, device, lambda tokens: self.warm(tokens, device))
 
     @torch.inference_mode()

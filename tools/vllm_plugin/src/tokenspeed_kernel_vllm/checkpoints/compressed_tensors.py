@@ -1,5 +1,5 @@
-"""Checkpoints of the format ``compressed-tensors``: fp8, MXFP4 and NVFP4 linear layers, MXFP4 and NVFP4 experts. If linear layers
-have another format, such as int4, one line of the log says that vLLM's own method runs them.
+"""Checkpoints of the format ``compressed-tensors``: fp8, MXFP4 and NVFP4 linear layers, MXFP4 and NVFP4 experts. If a switch of
+linear layers is on and they have another format, such as int4, one line of the log says that vLLM's own method runs them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tokenspeed_kernel_vllm.experts.packed import CompressedFp4Experts, fp4_expe
 from tokenspeed_kernel_vllm.linear_fp4 import BLOCKS, Stored, fp4_linear
 from tokenspeed_kernel_vllm.linear_fp8 import fp8_compressed
 from tokenspeed_kernel_vllm.linear_planned import say_own
+from tokenspeed_kernel_vllm.settings import read_settings
 
 _NVFP4: dict[str, Any] = {"weight": "weight_packed", "global_scale": "weight_global_scale", "input_scale": "input_global_scale"}
 # How experts are stored, by vLLM's method. Their activations are rounded as the settings say, not as the checkpoint says.
@@ -54,7 +55,9 @@ class CompressedConfig(CompressedTensorsConfig):
             return fp4_linear(own, layer, prefix, stored)
         if isinstance(scheme, CompressedTensorsW8A8Fp8):
             return fp8_compressed(own, prefix, scheme)
-        say_own("compressed-tensors", f"no kernel has the format of {type(scheme).__name__}")
+        settings = read_settings()
+        if settings.fp8_linear or settings.fp4_linear:
+            say_own("compressed-tensors", f"no kernel has the format of {type(scheme).__name__}")
         return own
 
 

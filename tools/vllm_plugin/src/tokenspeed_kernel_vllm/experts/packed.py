@@ -10,9 +10,8 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from tokenspeed_kernel_base.served import NotServedError
-from tokenspeed_kernel_vllm.experts.routed import ServedExperts, say_own
+from tokenspeed_kernel_vllm.experts.routed import ServedExperts, say_own, wanted
 from tokenspeed_kernel_vllm.linear_fp4 import Stored
-from tokenspeed_kernel_vllm.settings import read_settings
 
 
 class Fp4Experts(ServedExperts):
@@ -30,7 +29,7 @@ class Fp4Experts(ServedExperts):
             NotServedError: no kernel is eligible, or the blocks have another size than the format's.
         """
         stored.check_block()
-        super().__init__(own.moe, stored.weight_format, "weight_scale", stored.weight)
+        super().__init__(own.moe, stored.weight_format, "weight_scale", stored.weight, stored.unmeasured)
         self.own = own
         self.stored = stored
         # vLLM's loader reads this: whether scales of activations are those of all ranks' experts.
@@ -83,15 +82,15 @@ class ModelOptFp4Experts(Fp4Experts):
 
 
 def fp4_experts(own: QuantizeMethodBase | None, stored: Stored | None, method: type[Fp4Experts] = Fp4Experts) -> Any:
-    """Returns our method for a layer of experts. Returns ``own`` for other layers and formats, if the setting is off, or if no
-    kernel is eligible; one line of the log then gives the reason.
+    """Returns our method for a layer of experts. Returns ``own`` for other layers and formats, if the part is off for the format,
+    or if no kernel is eligible. In the last case, one line of the log gives the reason.
 
     Args:
         own: vLLM's method.
         stored: how the checkpoint stores the layer; None for other formats.
         method: our method's class.
     """
-    if stored is None or not isinstance(own, FusedMoEMethodBase) or not read_settings().other_experts:
+    if stored is None or not isinstance(own, FusedMoEMethodBase) or not wanted(stored.weight_format, stored.unmeasured):
         return own
     try:
         return method(own, stored)

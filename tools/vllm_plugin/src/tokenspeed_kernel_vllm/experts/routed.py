@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.served import NotServedError
 from tokenspeed_kernel_vllm.experts.method import arrange, ids_of_rank
 from tokenspeed_kernel_vllm.experts.planning import find_plan, say_served
 from tokenspeed_kernel_vllm.linear_fp8 import fp8_linear
-from tokenspeed_kernel_vllm.settings import CORE, WHY_OFF, read_settings
+from tokenspeed_kernel_vllm.settings import CORE, default_of, is_on, read_settings
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warm_once
 
 SWITCH = "TOKENSPEED_VLLM_OTHER_EXPERTS"
@@ -39,8 +39,9 @@ _SCALE = "weight_scale_inv"
 class _Served:
     """The plan and the weights of a layer that runs on a kernel of ours. Arranges the layer's weights, and calls the kernel."""
 
-    def __init__(self, plan: Any, scale: str, weight: str = "weight") -> None:
+    def __init__(self, plan: Any, scale: str, weight: str = "weight", unmeasured: str = "") -> None:
         self.plan = plan
+        self.unmeasured = unmeasured  # see `default_of`, for the log
         self.scale = scale
         self.weight = weight
         self.ops: Any = import_module(CORE)
@@ -52,7 +53,8 @@ class _Served:
         """
         device = getattr(layer, f"w13_{self.weight}").device
         self.weights = arrange(layer, self.plan, self.ops, self.scale, self.weight, **more)
-        say_served(f"{self.plan.weight_format} ({SWITCH}; off by default: {WHY_OFF[SWITCH]})", self.plan)
+        weight_format = self.plan.weight_format
+        say_served(f"{weight_format} ({SWITCH}; {default_of(SWITCH, weight_format, self.unmeasured)})", self.plan)
         warm_once("experts", self.plan, device, lambda tokens: self.warm(layer, tokens, device))
 
     @torch.inference_mode()
@@ -73,6 +75,11 @@ class _Served:
         """Returns this rank's partial sum over the top-k experts, ``[tokens, hidden]``. ``topk_ids``: global expert ids."""
         out: Tensor = self.ops.moe_apply(x, self.weights, topk_weights.float(), ids_of_rank(layer, topk_ids), self.plan)
         return out
+
+
+def wanted(weight_format: str, unmeasured: str = "") -> bool:
+    """Returns whether the switch, or its default, asks for our kernels for experts of a format. ``unmeasured``: see `default_of`."""
+    return is_on(read_settings().other_experts, SWITCH, weight_format, unmeasured)
 
 
 def plan_of(moe: Any, weight_format: str) -> Any:
@@ -103,7 +110,7 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         """
         self.served: _Served | None = None
         served = None
-        if read_settings().other_experts:
+        if wanted("dense"):
             try:
                 served = _Served(plan_of(moe, "dense"), "weight_scale")
             except NotServedError as error:
@@ -187,7 +194,7 @@ class BlockFp8Config(Fp8Config):
         reason.
         """
         own = fp8_linear(super().get_quant_method(layer, prefix), prefix, self)
-        if not isinstance(own, Fp8MoEMethod) or not read_settings().other_experts:
+        if not isinstance(own, Fp8MoEMethod) or not wanted("fp8_block"):
             return own
         try:
             if self.weight_block_size != [BLOCK, BLOCK]:
@@ -201,18 +208,19 @@ class BlockFp8Config(Fp8Config):
 class ServedExperts(FusedMoEMethodBase):
     """Experts of a checkpoint's format on a kernel of the core."""
 
-    def __init__(self, moe: FusedMoEConfig, weight_format: str, scale: str, weight: str = "weight") -> None:
+    def __init__(self, moe: FusedMoEConfig, weight_format: str, scale: str, weight: str = "weight", unmeasured: str = "") -> None:
         """
         Args:
             moe: vLLM's description of the layer.
             weight_format: the plan's format.
             scale, weight: the parts after ``w13_`` and ``w2_`` of the parameters' names.
+            unmeasured: see `default_of`, for the log.
 
         Raises:
             NotServedError: no kernel is eligible.
         """
         super().__init__(moe)
-        self.served = _Served(plan_of(moe, weight_format), scale, weight)
+        self.served = _Served(plan_of(moe, weight_format), scale, weight, unmeasured)
 
     @property
     def is_monolithic(self) -> bool:
