@@ -78,7 +78,8 @@ class _Served:
 
 
 def wanted(weight_format: str, unmeasured: str = "") -> bool:
-    """Returns whether the switch, or its default, asks for our kernels for experts of a format. ``unmeasured``: see `default_of`."""
+    """Returns whether the switch, or its default, asks for our kernels for experts of a format. ``unmeasured``: see
+    `default_of`."""
     return is_on(read_settings().other_experts, SWITCH, weight_format, unmeasured)
 
 
