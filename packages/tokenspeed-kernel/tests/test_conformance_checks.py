@@ -125,6 +125,15 @@ def test_cases_at_the_edges_are_found_and_run(op: Operator[Any, Any]) -> None:
     assert [r.reason for r in results if r.case.startswith(("width=41", "width=1,"))] == ["rejected, as declared"] * 2
 
 
+@pytest.mark.parametrize("layers", [1, 3, 48])
+def test_the_number_of_items_of_a_list_may_be_the_trait(layers: int) -> None:
+    op = get_operator("decoder_layers")
+    spec = KernelRegistry.get().get_by_name("composed_decoder_layers")
+    space = CaseSpace.of(op, spec, CPU, [case for case in op.all_cases() if case.name == "gpt-oss layers, narrow, one token"])
+    (case,) = space.reach("layers", layers, taken=True, most=1)
+    assert len(case.build()["weights"].layers) == layers
+
+
 def test_a_kernel_that_is_wrong_at_an_edge(op: Operator[Any, Any]) -> None:
     def narrow(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
         made = right(x, padding, shift, negate, out)

@@ -24,6 +24,8 @@ from tokenspeed_kernel_base.selection import Request
 _MOST_PAIRS = 400
 # The most elements that the arguments of a tried case may have together.
 _MOST_ELEMENTS = 1 << 26
+# The most items to which a list of sizes is lengthened.
+_LONGEST = 64
 # Tried cases with more elements count as large, so that their requests are made with fake tensors: random values would take longer.
 _FEW_ELEMENTS = 1 << 20
 
@@ -205,7 +207,8 @@ def same_value(left: Any, right: Any) -> bool:
 def changes_towards(op: Operator[Any, Any], recipe: Recipe, current: Any, name: str, value: Any) -> Iterator[Change]:
     """Yields changes of a recipe's values that may give a trait (or an operand's dtype) the wanted value.
 
-    The changes set an option of that name, set or scale sizes to the value, or use values of the operator's other cases.
+    The changes set an option of that name, set or scale sizes to the value, repeat or leave out items of a list of sizes, or use
+    values of the operator's other cases.
 
     Args:
         op: the operator.
@@ -244,6 +247,8 @@ def _sizes_towards(values: Mapping[str, Any], parameters: Mapping[str, Any], cur
         elif isinstance(number, (tuple, list)) and number and all(type(n) is int for n in number):
             for i, n in itertools.product(reversed(range(len(number))), sorted(wanted)):
                 yield {name: type(number)([*number[:i], n, *number[i + 1 :]])}
+            if current == len(number) and 0 < value <= _LONGEST:  # the trait may be the number of items
+                yield {name: type(number)(itertools.islice(itertools.cycle(number), value))}
 
 
 def _dtyped_options(op: Operator[Any, Any], parameters: Mapping[str, Any], spread: bool) -> set[str]:
@@ -280,8 +285,12 @@ def growth(recipe: Recipe, change: dict[str, Any]) -> float:
 
 
 def _paired(value: Any, before: Any) -> Iterator[tuple[int, int]]:
-    """Yields pairs of a changed size and its previous value, or 1 if the size had no value."""
+    """Yields pairs of a changed size and its previous value, or 1 if the size had no value. For a list whose items are repeated or
+    left out, yields its lengths."""
     if isinstance(value, (list, tuple)):
+        if isinstance(before, (list, tuple)) and before and [*value] == [*itertools.islice(itertools.cycle(before), len(value))]:
+            yield len(value), len(before)
+            return
         then = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [1] * len(value)
         for one, other in zip(value, then, strict=True):
             yield from _paired(one, other)
