@@ -311,7 +311,8 @@ def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
 def _canonical_plan(*sizes: int, **options: Any) -> MoEPlan:
     """Returns the plan of a case. All kernels get the same case, with canonical weights. The code that runs the case then prepares
     these weights for each kernel."""
-    return moe_apply.plan(*sizes, **options, platform=cpu_platform(), override=f"{REFERENCE}_moe_apply")
+    plan: MoEPlan = moe_apply.plan(*sizes, **options, platform=cpu_platform(), override=f"{REFERENCE}_moe_apply")
+    return plan
 
 
 @recipe
