@@ -71,7 +71,6 @@ IDLE = {
     "swizzle_scales": _CHECKPOINTS,
     "unswizzle_scales": _CHECKPOINTS,
     "adjust_logits": _SAMPLING,
-    "token_logprobs": _SAMPLING,
     "argmax_with_value": _RANKS,
     "merge_argmax": _RANKS,
     "merge_token_logprobs": _RANKS,

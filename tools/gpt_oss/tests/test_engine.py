@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from gpt_oss.cache import OutOfPages, PagedKVCache
 from gpt_oss.config import Config, alternating
 from gpt_oss.engine import Engine
 from gpt_oss.model import GptOss
-from gpt_oss.request import Completion, Event, Request
+from gpt_oss.request import MOST_LISTED, Completion, Event, Request
 from gpt_oss.sampling import Sampling
 from tokenspeed_kernel import CompilationForbiddenError, KernelRegistry, compile_policy, register_kernel
 from tokenspeed_kernel_base import compilation
@@ -92,6 +93,22 @@ def test_batched_equals_one_by_one(model: GptOss, prompts: list[list[int]], opti
         assert completion.finish_reason == "length"
         assert worst_logit(completion, by_itself) < 1e-4
     assert engine.cache.allocator.available == engine.cache.allocator.total
+
+
+def test_log_probabilities(model: GptOss, prompts: list[list[int]], mode: dict[str, Any]) -> None:
+    """They are those of the logits, whatever the sampling and the other requests of a pass."""
+    wanted = [None, 0, 3, MOST_LISTED]
+    samplings = [Sampling(), Sampling(0.7, top_k=5, seed=3)]
+    pairs = list(zip(prompts, itertools.cycle(wanted)))
+    requests = [Request(p, 4, samplings[i % 2], keep_logits=True, logprobs=count) for i, (p, count) in enumerate(pairs)]
+    for completion, (_, count) in zip(make_engine(model, prefill_tokens=33, **mode).generate(requests), pairs, strict=True):
+        assert len(completion.logprobs) == len(completion.likely) == (0 if count is None else 4)
+        logits = torch.stack(completion.logits)[: len(completion.logprobs)].log_softmax(-1)
+        for row, token, logprob, likely in zip(logits, completion.tokens, completion.logprobs, completion.likely, strict=False):
+            assert logprob == pytest.approx(row[token].item(), abs=1e-5)
+            values, tokens = row.topk(count or 0)
+            assert [token for token, _ in likely] == tokens.tolist()
+            assert [value for _, value in likely] == pytest.approx(values.tolist(), abs=1e-5)
 
 
 def test_every_phase_is_run(model: GptOss, prompts: list[list[int]], mode: dict[str, Any]) -> None:

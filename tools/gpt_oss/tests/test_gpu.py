@@ -7,7 +7,7 @@ import torch
 from gpt_oss_models import YARN, make_config, random_prompts, tensors_of
 from rich.console import Console
 
-from gpt_oss import Engine, GptOss, PagedKVCache, Request, Sampling, demo
+from gpt_oss import Completion, Engine, GptOss, PagedKVCache, Request, Sampling, demo
 
 pytestmark = [
     pytest.mark.nvidia,
@@ -57,13 +57,19 @@ def test_a_graph_gives_what_its_launches_give(dtype: torch.dtype) -> None:
     model = GptOss(config, tensors_of(config, dtype), dtype, "cuda")
     prompts = random_prompts((3, 19, 1, 11, 6, 8, 2), config.vocab_size)
     samplings = [Sampling(0.8 * (number % 2), seed=number) for number in range(len(prompts))]
-    requests = [Request(p, 3 + 2 * i, s, keep_logits=True) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
+    requests = [
+        Request(prompt, 3 + 2 * i, sampling, keep_logits=True, logprobs=(None, 0, 5)[i % 3])
+        for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
 
-    def run(decode: str) -> list[tuple[list[int], torch.Tensor]]:
+    def run(decode: str) -> list[Completion]:
         cache = PagedKVCache(config, 24, 16, dtype, "cuda")
         engine = Engine(model, cache, prefill_tokens=9, max_sequences=5, decode=decode, overlap=True)
-        return [(c.tokens, torch.stack(c.logits)) for c in engine.generate(requests)]
+        return engine.generate(requests)
 
-    for (tokens, logits), (wanted, expected) in zip(run("graphs"), run("static"), strict=True):
-        assert tokens == wanted
-        torch.testing.assert_close(logits, expected)
+    for graphs, static in zip(run("graphs"), run("static"), strict=True):
+        assert graphs.tokens == static.tokens
+        torch.testing.assert_close(torch.stack(graphs.logits), torch.stack(static.logits))
+        chosen = torch.stack(graphs.logits).log_softmax(-1)[range(len(graphs.tokens)), graphs.tokens]
+        torch.testing.assert_close(torch.tensor(graphs.logprobs), chosen[: len(graphs.logprobs)], rtol=1e-4, atol=1e-4)
+        assert [len(likely) for likely in graphs.likely] == [graphs.request.logprobs] * len(graphs.logprobs)

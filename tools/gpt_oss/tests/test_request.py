@@ -47,6 +47,7 @@ def run(engine: Engine, most: int = 100) -> dict[int, list[int]]:
     raise AssertionError(f"not idle after {most} steps")
 
 
+CHECKED = ("prompt", "max_tokens", "stop_tokens", "logprobs")  # fields of which some values have the right type and are wrong
 WRONG_TYPES: list[tuple[str, Any]] = [
     *(("prompt", value) for value in (None, 5, 1.5, "ab", b"ab", bytearray(b"ab"), {1, 2}, {1: 2}, iter([1]), object())),
     *(("prompt", value) for value in (torch.tensor([1, 2]), torch.tensor(1), np.array([1, 2]), np.int64(1))),
@@ -57,12 +58,14 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     *(("stop_tokens", {value}) for value in (None, 5.0, True, "5", (5,), np.int64(5))),
     *(("stop_tokens", [value]) for value in (None, torch.tensor(5))),
     *(("keep_logits", value) for value in (None, 0, 1, 1.0, "yes", np.True_, torch.tensor(True))),
+    *(("logprobs", value) for value in (True, 1.0, "5", [5], np.int64(5), torch.tensor(5))),
 ]
 WRONG_VALUES: list[tuple[str, Any]] = [
     *(("prompt", value) for value in ([], (), range(0), [1, 97], [-1], [2**64], [10**5000])),
     *(("prompt", value) for value in ([1] * 65, range(10**12))),
     *(("max_tokens", value) for value in (0, -1, 63, 2**63, 10**5000)),
     *(("stop_tokens", value) for value in ({97}, frozenset({-1}), [5, 2**64])),
+    *(("logprobs", value) for value in (-1, 21, 2**64)),
 ]
 WRONG_SAMPLING_TYPES: list[tuple[str, Any]] = [
     *((name, value) for name in ("temperature", "top_k", "top_p", "seed") for value in (None, "1", [1], True, torch.tensor(1))),
@@ -91,8 +94,8 @@ def refused(engine: Engine, request: Callable[[], Request], error: type[Exceptio
 @pytest.mark.parametrize(
     ("error", "cases", "field"),
     [
-        *((TypeError, WRONG_TYPES, field) for field in ("prompt", "max_tokens", "sampling", "stop_tokens", "keep_logits")),
-        *((ValueError, WRONG_VALUES, field) for field in ("prompt", "max_tokens", "stop_tokens")),
+        *((TypeError, WRONG_TYPES, field) for field in (*CHECKED, "sampling", "keep_logits")),
+        *((ValueError, WRONG_VALUES, field) for field in CHECKED),
     ],
     ids=lambda value: "" if isinstance(value, list) else getattr(value, "__name__", value),
 )
@@ -207,6 +210,7 @@ VALID = st.builds(
     sampling=VALID_SAMPLING,
     stop_tokens=st.frozensets(st.integers(0, 96), max_size=3) | st.lists(st.integers(0, 96), max_size=3),
     keep_logits=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
 )
 SCALARS = st.one_of(
     st.none(),
@@ -220,7 +224,7 @@ SCALARS = st.one_of(
     st.sampled_from([np.int64(3), np.float64(0.5), np.float32(0.5), np.True_, torch.tensor(3), torch.tensor([0.5]), object, 2**64]),
 )
 ANYTHING = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner), max_leaves=4)
-FIELDS = ("prompt", "max_tokens", "sampling", "stop_tokens", "keep_logits", "temperature", "top_k", "top_p", "seed")
+FIELDS = ("prompt", "max_tokens", "sampling", "stop_tokens", "keep_logits", "logprobs", "temperature", "top_k", "top_p", "seed")
 
 
 @settings(max_examples=25, deadline=None)
@@ -248,7 +252,7 @@ def test_anything_is_run_or_refused(model: GptOss, undisturbed: list[int], data:
     values = {"prompt": [1, 2], "max_tokens": 3, "sampling": Sampling(1.0)}
     sampling: dict[str, Any] = {}
     for field in data.draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=2, unique=True)):
-        (sampling if field in FIELDS[5:] else values)[field] = data.draw(ANYTHING, label=field)
+        (sampling if field in FIELDS[6:] else values)[field] = data.draw(ANYTHING, label=field)
     before = engine_state(engine)
     try:
         if sampling:

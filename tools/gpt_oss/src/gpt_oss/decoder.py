@@ -24,7 +24,7 @@ from torch import Tensor
 from gpt_oss.batch import Batch, Phase
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.model import GptOss
-from gpt_oss.sequences import Flight, Running
+from gpt_oss.sequences import Flight, Running, shown
 from gpt_oss.transfer import sent
 
 # The fields of `_Rows` whose elements have 64 bits, and those whose elements have 32 bits.
@@ -122,13 +122,12 @@ class Decoder:
             with self._on_device():
                 self._capture(console)
 
-    def launch(self, sequences: Sequence[Running], before: Flight | None, keep_logits: bool = False) -> Flight:
-        """Launches a pass over the last tokens of sequences, and the sampling of their next tokens.
+    def launch(self, sequences: Sequence[Running], before: Flight | None) -> Flight:
+        """Launches a pass over the last tokens of sequences, the sampling of their next tokens, and what their events show.
 
         Args:
             sequences: the sequences; at least one, at most the largest size. Each has generated a token.
             before: the pass in flight. It has a row for each sequence whose last token the host does not know yet.
-            keep_logits: whether the logits are copied to the host, too.
         """
         count = len(sequences)
         size = next(size for size in self.sizes if size >= count)
@@ -147,12 +146,9 @@ class Decoder:
                 self._load(sequences, size, {} if before is None else before.row_of, fed)
             self._run(size, "model")
             self._run(size, "greedy" if all(s.request.sampling.temperature == 0 for s in sequences) else "sampled")
-            flight = Flight(
-                ((s.number, s.generated) for s in sequences),
-                self._rows.tokens[:count],
-                self._logits[:count] if keep_logits else None,
-                lambda: self._launches == launch,
-            )
+            logits, tokens = self._logits[:count], self._rows.tokens[:count]
+            more = shown(self._model.ops, logits, tokens, (s.request for s in sequences))
+            flight = Flight(((s.number, s.generated) for s in sequences), tokens, more, lambda: self._launches == launch)
         self._held = (size, tuple((number, cached + 1) for number, cached in wanted[1]))
         return flight
 

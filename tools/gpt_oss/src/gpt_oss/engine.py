@@ -26,7 +26,7 @@ from gpt_oss.fields import COUNT, FLAG, describe, instance, one_of, optional
 from gpt_oss.model import GptOss
 from gpt_oss.request import Completion, Event, Request, checked_request
 from gpt_oss.sampling import sample
-from gpt_oss.sequences import Flight, Running
+from gpt_oss.sequences import Flight, Running, shown
 from gpt_oss.transfer import to_device
 from gpt_oss.warmup import WarmUp, warm_up
 from tokenspeed_kernel import Compilation, compilations
@@ -304,10 +304,9 @@ class Engine:
 
     def _launched(self, scheduled: Sequence[_Scheduled], before: Flight | None) -> tuple[Phase, Flight]:
         """Launches a pass, and the sampling of the next tokens. Returns the kind of the pass, and the pass in flight."""
-        keep_logits = any(sequence.request.keep_logits for sequence, _ in scheduled)
         decoder, decodes = self.decoder, all(sequence.generated for sequence, _ in scheduled)
         if decoder is not None and decodes and len(scheduled) <= decoder.sizes[-1]:
-            return Phase.DECODE, decoder.launch([sequence for sequence, _ in scheduled], before, keep_logits)
+            return Phase.DECODE, decoder.launch([sequence for sequence, _ in scheduled], before)
         # A token that is in flight is 0 in the batch. `_feed` then copies the actual token on the device.
         pieces = [Piece([0 if t is None else t for t in tokens], s.cached, s.pages) for s, tokens in scheduled]
         ready = [index for index, (s, tokens) in enumerate(scheduled) if s.cached + len(tokens) >= len(s.request.prompt)]
@@ -320,7 +319,7 @@ class Engine:
         indices = [sequence.generated for sequence in sequences]
         tokens = sample(ops, logits, choices, indices) if ready else batch.tokens[:0]
         rows = ((sequence.number, sequence.generated) for sequence in sequences)
-        return batch.phase, Flight(rows, tokens, logits if keep_logits else None)
+        return batch.phase, Flight(rows, tokens, shown(ops, logits, tokens, (sequence.request for sequence in sequences)))
 
     def _feed(self, tokens: torch.Tensor, scheduled: Iterable[_Scheduled], before: Flight | None) -> None:
         """Copies tokens that are in flight, on the device, to their positions in the input of a pass."""
@@ -360,15 +359,19 @@ def _launched_of(running: Iterable[Running], scheduled: Iterable[_Scheduled]) ->
 def _events(flight: Flight, running: Iterable[Running]) -> list[Event]:
     """Waits for a pass, and returns the tokens that the pass generated for sequences that are still running."""
     requests = {sequence.number: sequence.request for sequence in running}
-    tokens, logits = flight.tokens(), flight.logits()
+    tokens, logits, logprobs, likely = flight.tokens(), flight.logits(), flight.logprobs(), flight.likely()
     events = []
     for row, ((number, index), token) in enumerate(zip(flight.rows, tokens, strict=True)):
         request = requests.get(number)
         if request is None:  # the request was cancelled, or its previous token was a stop token
             continue
         reason = "stop" if token in request.stop_tokens else "length" if index + 1 == request.max_tokens else None
-        shown = logits[row] if logits is not None and request.keep_logits else None
-        events.append(Event(number, index, token, reason, shown))
+        kept = logits[row] if logits is not None and request.keep_logits else None
+        if logprobs is None or request.logprobs is None:
+            events.append(Event(number, index, token, reason, kept))
+        else:
+            listed = () if likely is None else tuple(likely[row][: request.logprobs])
+            events.append(Event(number, index, token, reason, kept, logprobs[row], listed))
     return events
 
 

@@ -8,8 +8,10 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from gpt_oss.fields import COUNT, FLAG, describe, instance, is_int
+from gpt_oss.fields import COUNT, FLAG, describe, instance, integer, is_int, optional
 from gpt_oss.sampling import Sampling, check_sampling
+
+MOST_LISTED = 20  # the most tokens that an event lists with their log-probabilities
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,9 @@ class Request:
         sampling: the sampling parameters; by default greedy.
         stop_tokens: token ids that end the text: a set or a sequence of ints. A generated stop token is the last reported token.
         keep_logits: whether each event includes the logits from which its token was sampled.
+        logprobs: if given, each event includes the log-probability of its token, and lists this many of the most likely tokens, 0
+            to 20 (`MOST_LISTED`). These are natural logarithms of the model's probabilities; temperature, top_k and top_p do not
+            change them.
     """
 
     prompt: Sequence[int]
@@ -29,6 +34,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: Collection[int] = frozenset()
     keep_logits: bool = False
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Event:
         token: the token id.
         finish_reason: for a request's last token ``"stop"`` (a stop token) or ``"length"`` (``max_tokens`` reached); else None.
         logits: float32 ``[vocab_size]`` in host memory if the request keeps its logits, else None.
+        logprob: the token's log-probability if the request asks for it, else None.
+        likely: the most likely tokens with their log-probabilities, the most likely first; as many as the request asks for.
     """
 
     request: int
@@ -48,6 +56,8 @@ class Event:
     token: int
     finish_reason: str | None = None
     logits: Tensor | None = None
+    logprob: float | None = None
+    likely: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass
@@ -58,6 +68,8 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     logits: list[Tensor] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    likely: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
         """Appends one of this request's events."""
@@ -65,6 +77,9 @@ class Completion:
         self.finish_reason = event.finish_reason
         if event.logits is not None:
             self.logits.append(event.logits)
+        if event.logprob is not None:
+            self.logprobs.append(event.logprob)
+            self.likely.append(event.likely)
 
 
 def checked_request(request: Request, vocab_size: int, context: int) -> Request:
@@ -84,6 +99,7 @@ def checked_request(request: Request, vocab_size: int, context: int) -> Request:
     instance(Sampling).check("sampling", request.sampling)
     check_sampling(request.sampling)
     FLAG.check("keep_logits", request.keep_logits)
+    optional(integer(0, min(MOST_LISTED, vocab_size))).check("logprobs", request.logprobs)
     prompt, stop_tokens = request.prompt, request.stop_tokens
     if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes, bytearray)):
         _refuse("prompt", "a sequence of token ids, such as a list of ints", prompt)
@@ -102,6 +118,7 @@ def checked_request(request: Request, vocab_size: int, context: int) -> Request:
         request.sampling,
         frozenset(_token_ids("stop_tokens", stop_tokens, vocab_size)),
         request.keep_logits,
+        request.logprobs,
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gpt_oss.request import Request
+from gpt_oss.request import MOST_LISTED, Request
 from gpt_oss.transfer import Fetched
 
 
@@ -53,13 +53,56 @@ class Running(NamedTuple):
         return self._replace(cached=cached, generated=self.generated + generates, last_token=last_token)
 
 
+class Shown(NamedTuple):
+    """What events show besides their tokens, on the device.
+
+    Attributes:
+        logits: float ``[rows, vocab_size]``; None if no request keeps them.
+        logprobs: float32 ``[rows]``, the log-probabilities of the sampled tokens; None if no request asks for them.
+        likely: float32 and int32 ``[rows, listed]``, the log-probabilities of the most likely tokens, and these tokens; None if no
+            request asks for them.
+    """
+
+    logits: Tensor | None = None
+    logprobs: Tensor | None = None
+    likely: tuple[Tensor, Tensor] | None = None
+
+
+NOTHING = Shown()
+
+
+def shown(ops: Any, logits: Tensor, tokens: Tensor, requests: Iterable[Request]) -> Shown:
+    """Launches what the events of a pass show besides their tokens, beyond the model and the sampling.
+
+    Args:
+        ops: the operators.
+        logits: float ``[rows, vocab_size]``.
+        tokens: integer ``[rows]``, the sampled tokens.
+        requests: the requests of the rows.
+    """
+    wanted = list(requests)
+    kept = logits if any(request.keep_logits for request in wanted) else None
+    counts = [request.logprobs for request in wanted if request.logprobs is not None]
+    if not counts:
+        return Shown(kept)
+    # Two programs, for none and for the most, instead of one for each number of listed tokens.
+    listed = listed_tokens(logits) if max(counts) else 0
+    logprobs, likely, likely_tokens, _ = ops.token_logprobs(logits, tokens, listed)
+    return Shown(kept, logprobs, (likely, likely_tokens) if listed else None)
+
+
+def listed_tokens(logits: Tensor) -> int:
+    """Returns the number of most likely tokens of a row that are computed if any are."""
+    return min(MOST_LISTED, logits.shape[1])
+
+
 class Flight:
     """A launched pass, which may still be running on the device; the host does not know its tokens until it completes.
 
     Args:
         rows: for each sampled row, the request's number, and the number of tokens that it had generated before this one.
         tokens: int64 ``[at least the rows]``, on the device. Owned by this object, unless ``intact`` is given.
-        logits: the logits from which the tokens were sampled, if requested.
+        shown: what events show besides their tokens.
         intact: returns whether later work has not overwritten ``tokens`` yet. None: no later work overwrites them.
     """
 
@@ -67,13 +110,15 @@ class Flight:
         self,
         rows: Iterable[tuple[int, int]],
         tokens: Tensor,
-        logits: Tensor | None = None,
+        shown: Shown = NOTHING,
         intact: Callable[[], bool] | None = None,
     ) -> None:
         self.rows = tuple(rows)
         self._on_device, self._intact = tokens, intact
         self._tokens = Fetched(tokens)
-        self._logits = None if logits is None else Fetched(logits.float())
+        self._logits = None if shown.logits is None else Fetched(shown.logits.float())
+        self._logprobs = None if shown.logprobs is None else Fetched(shown.logprobs)
+        self._likely = None if shown.likely is None else tuple(map(Fetched, shown.likely))
 
     @property
     def row_of(self) -> dict[int, int]:
@@ -98,3 +143,15 @@ class Flight:
         pass.
         """
         return None if self._logits is None else self._logits.wait()
+
+    def logprobs(self) -> list[float] | None:
+        """Returns the log-probability of each sampled token; None if no request asked for them. Waits for the pass."""
+        return None if self._logprobs is None else self._logprobs.wait().tolist()
+
+    def likely(self) -> list[list[tuple[int, float]]] | None:
+        """Returns the most likely tokens of each row with their log-probabilities; None if no request asked for them. Waits for the
+        pass."""
+        if self._likely is None:
+            return None
+        logprobs, tokens = (each.wait().tolist() for each in self._likely)
+        return [list(zip(*row, strict=True)) for row in zip(tokens, logprobs, strict=True)]

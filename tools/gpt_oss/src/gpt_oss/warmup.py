@@ -24,6 +24,7 @@ from gpt_oss.cache import PagedKVCache
 from gpt_oss.decoder import Decoder
 from gpt_oss.model import GptOss
 from gpt_oss.sampling import Sampling, sample
+from gpt_oss.sequences import listed_tokens
 from tokenspeed_kernel import compilations
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,9 @@ def warm_up(
     for rows in sizes_up_to(max_sequences):
         logits = torch.zeros(rows, model.config.vocab_size, dtype=model.dtype, device=model.device)
         for sampling in (Sampling(), Sampling(temperature=1.0)):
-            sample(model.ops, logits, [sampling] * rows, [0] * rows)
+            tokens = sample(model.ops, logits, [sampling] * rows, [0] * rows)
+        for listed in (0, listed_tokens(logits)):
+            model.ops.token_logprobs(logits, tokens, listed)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     done = WarmUp(len(passes), len(compilations(before)), time.perf_counter() - begun)
