@@ -136,7 +136,11 @@ GPT_OSS_EXPERTS = Part("experts", ("on", "on", "on", "on"), expert_kernels)
 LINEAR = {
     "fp8_channel": Part("linear layers", ("-", "`TOKENSPEED_VLLM_FP8_LINEAR`", _MIXED, _MIXED), linear_kernels),
     "fp8_block": Part("linear layers", ("-", "`TOKENSPEED_VLLM_FP8_LINEAR`", _MIXED, _MIXED), linear_kernels),
-    "mxfp4": Part("linear layers", ("-", "on (Hopper), else `TOKENSPEED_VLLM_FP4_LINEAR`", _MIXED, _MIXED), linear_kernels),
+    "mxfp4": Part(
+        "linear layers",
+        ("-", "on (Hopper, models with experts), else `TOKENSPEED_VLLM_FP4_LINEAR`", _MIXED, _MIXED),
+        linear_kernels,
+    ),
     "nvfp4": Part("linear layers", ("-", "`TOKENSPEED_VLLM_FP4_LINEAR`", _MIXED, _MIXED), linear_kernels),
 }
 # Parts that do not depend on the model, or that no model above has.

@@ -352,7 +352,8 @@ def kit_cases(kernel: str) -> list[Case] | None:
         return None
     base = next(case for case in get_operator("mm").all_cases() if case.name == "20 rows of a long k, float16")
     assert isinstance(base.make, Recipe)
-    made = base.make.vary(dtype=(dtype := getattr(torch, kernel.rpartition("_")[2])))
+    dtype = getattr(torch, kernel.rpartition("_")[2])
+    made = base.make.vary(dtype=dtype)
     return [Case("20 rows", made), Case("20 rows and a bias", made.vary(bias=dtype))]
 
 

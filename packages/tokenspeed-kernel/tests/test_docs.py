@@ -263,7 +263,8 @@ def test_engines_parts_name_kernels_and_switches(monkeypatch: pytest.MonkeyPatch
 
 
 def test_formats_are_on_as_the_plugin_for_vllm_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cells of vLLM of experts and linear layers: whether a format is on by default, on Hopper and elsewhere."""
+    """For each format of experts and linear layers, vLLM's cell says whether our kernels run it by default on Hopper. On an MI355X
+    they run none by default."""
     monkeypatch.syspath_prepend(str(DOCS))
     served = importlib.import_module("served_table")
     settings = importlib.import_module("tokenspeed_kernel_vllm.settings")
@@ -272,7 +273,7 @@ def test_formats_are_on_as_the_plugin_for_vllm_says(monkeypatch: pytest.MonkeyPa
             cell = part.status[served.ENGINES.index("vLLM")]
             (switch,) = re.findall(r"TOKENSPEED_\w+", cell)
             with use_platform(named_platform("h200")):
-                assert settings.default_of(switch, weight_format).on == cell.startswith("on (Hopper), else "), cell
+                assert settings.default_of(switch, weight_format).on == cell.startswith("on (Hopper"), cell
             with use_platform(named_platform("mi355x")):
                 assert not settings.default_of(switch, weight_format).on, cell
 

@@ -61,10 +61,11 @@ VARIANTS = {
     # vLLM's other attention: how far its own kernels differ among themselves.
     "vllm-triton": Variant(("--attention", "TRITON_ATTN"), _ONLY_WEIGHTS),
     "vllm-triton-mla": Variant(("--attention", "TRITON_MLA"), _ONLY_WEIGHTS),
-    # The block scales of the checkpoint. By default, vLLM rounds scales of weights and activations up to powers of two if DeepGEMM
-    # computes a layer.
+    # vLLM keeps the float32 block scales of the checkpoint. By default, it rounds the scales of weights and activations up to
+    # powers of two in layers that DeepGEMM computes.
     "vllm-float-scales": Variant(variables={**_ONLY_WEIGHTS, "VLLM_USE_DEEP_GEMM_E8M0": "0"}),
-    # Switches that are not set have their defaults: MXFP4 experts and linear layers are on in all variants of the plugin.
+    # The variants of the plugin leave the other switches unset. So MXFP4 experts and linear layers run on our kernels in all of
+    # them, where this is the default.
     "plugin": Variant(("--attention", "CUSTOM")),
     "plugin-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_LINEAR": "1"}),
     "plugin-norms": Variant(("--attention", "CUSTOM", "--norms")),

@@ -193,7 +193,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", EXPERT_KINDS)
 def test_mxfp4_is_on_by_default_on_hopper(one_process: Any, said: list[str], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """The default is that of an H200; the kernels are those of the CPU."""
+    """The platform is replaced by an H200, so that its defaults apply. The layers run on CPU kernels."""
     monkeypatch.setattr(settings, "current_platform", lambda: named_platform("h200"))
     unset(monkeypatch)
     layer, tensors = make_layer(kind), checkpoint(kind)

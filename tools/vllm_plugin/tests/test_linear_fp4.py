@@ -248,7 +248,8 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mxfp4_is_on_by_default_on_hopper(fp4: Any, said: list[str], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """The default is that of an H200; the kernels are those of the CPU. Quark, and models without experts, were not measured."""
+    """The platform is replaced by an H200, so that its defaults apply. The layers run on CPU kernels. The default is off for Quark
+    and for models without experts, because these were not measured."""
     monkeypatch.setattr(settings, "current_platform", lambda: named_platform("h200"))
     unset(monkeypatch)
     layer, parts = make_layer(kind), checkpoint(kind)

@@ -204,7 +204,8 @@ def test_weights_with_other_windows_have_another_key() -> None:
 
 
 def test_a_drawn_sequence_without_tokens_is_rejected_by_the_operator() -> None:
-    """The draw itself must not fail: on a GPU, an index of -1 would end the process's use of the device."""
+    """The draw must not index the page table with -1: on a GPU this triggers a device-side assertion, after which the process
+    cannot use the GPU."""
     arguments = drawn(Case("no tokens in one sequence", layer_inputs([0, 5], [0, -1], 32, 1, 2, 8, 4, 2, 24)))
     with pytest.raises(ValueError, match="cache_seqlens must be at least 1, got 0"):
         OP.check_call(arguments)

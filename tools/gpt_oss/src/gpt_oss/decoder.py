@@ -123,7 +123,7 @@ class Decoder:
                 self._capture(console)
 
     def launch(self, sequences: Sequence[Running], before: Flight | None) -> Flight:
-        """Launches a pass over the last tokens of sequences, the sampling of their next tokens, and what their events show.
+        """Launches a pass over the last tokens of sequences, the sampling of their next tokens, and their log-probabilities.
 
         Args:
             sequences: the sequences; at least one, at most the largest size. Each has generated a token.

@@ -72,7 +72,7 @@ NOTHING = Shown()
 
 
 def shown(ops: Any, logits: Tensor, tokens: Tensor, requests: Iterable[Request]) -> Shown:
-    """Launches what the events of a pass show besides their tokens, beyond the model and the sampling.
+    """Selects the logits, and launches the computation of the log-probabilities, that the events of a pass show.
 
     Args:
         ops: the operators.
@@ -85,14 +85,14 @@ def shown(ops: Any, logits: Tensor, tokens: Tensor, requests: Iterable[Request])
     counts = [request.logprobs for request in wanted if request.logprobs is not None]
     if not counts:
         return Shown(kept)
-    # Two programs, for none and for the most, instead of one for each number of listed tokens.
+    # Kernels are compiled for classes of numbers of listed tokens. Only two numbers are used, and the warm-up calls both.
     listed = listed_tokens(logits) if max(counts) else 0
     logprobs, likely, likely_tokens, _ = ops.token_logprobs(logits, tokens, listed)
     return Shown(kept, logprobs, (likely, likely_tokens) if listed else None)
 
 
 def listed_tokens(logits: Tensor) -> int:
-    """Returns the number of most likely tokens of a row that are computed if any are."""
+    """Returns how many of the most likely tokens of each row are computed, if a request lists any."""
     return min(MOST_LISTED, logits.shape[1])
 
 
@@ -149,8 +149,9 @@ class Flight:
         return None if self._logprobs is None else self._logprobs.wait().tolist()
 
     def likely(self) -> list[list[tuple[int, float]]] | None:
-        """Returns the most likely tokens of each row with their log-probabilities; None if no request asked for them. Waits for the
-        pass."""
+        """Returns a list of pairs for each row: the most likely tokens and their log-probabilities, the most likely first. Returns
+        None if no request asked for them. Waits for the pass.
+        """
         if self._likely is None:
             return None
         logprobs, tokens = (each.wait().tolist() for each in self._likely)

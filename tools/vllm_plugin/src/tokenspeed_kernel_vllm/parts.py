@@ -42,9 +42,11 @@ def register_parts(settings: Settings) -> None:
     """
     for wrong in wrong_distributions():
         logger.error("tokenspeed_kernel_vllm: %s; %s", wrong, wrong.remedy)
-    # By default, MXFP4 is on for some devices. The device is not known before a layer is built.
+    # If a switch is not set, the device decides whether MXFP4 layers run on our kernels, and it is not known yet. So the hook of
+    # these layers is registered, and decides for each layer when the layer is built.
     mxfp4 = settings.fp4_linear is not False or settings.other_experts is not False
     others = bool(settings.other_experts)
+    fp4 = others or bool(settings.fp4_linear)
     parts: list[tuple[str, bool, Callable[[], None]]] = [
         ("attention", settings.attention, lambda: _register_attention(MLA_BACKEND if settings.mla else BACKEND)),
         ("MLA prefill", settings.attention and settings.mla, _register_mla_prefill),
@@ -54,8 +56,8 @@ def register_parts(settings: Settings) -> None:
         ("unquantised experts", others, _register_dense_experts),
         ("fp8 layers", others or settings.fp8_linear, _register_fp8),
         ("compressed-tensors layers", settings.fp8_linear or mxfp4, _register_compressed),
-        ("ModelOpt layers", others or bool(settings.fp4_linear), _register_modelopt),
-        ("Quark layers", others or bool(settings.fp4_linear), _register_quark),
+        ("ModelOpt layers", fp4, _register_modelopt),
+        ("Quark layers", fp4, _register_quark),
         ("gated delta rule", settings.delta_rule and core_is_there(), _register_delta_rule),
         ("gated norms", settings.gated_norms and core_is_there(), _register_gated_norms),
     ]

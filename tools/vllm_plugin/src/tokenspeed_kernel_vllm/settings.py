@@ -19,7 +19,7 @@ _NAMES = (
     *("DELTA_RULE", "GATED_NORMS", "PACKAGE", "WARMUP", "RECEIPTS"),
 )
 # Why parts are off by default: their speed on an H200 relative to vLLM's own kernels (docs/engines.md). The log and the README say
-# the same. A part is on only if none of its measured rows is below 0.98. `default_of` has the exception for a format.
+# the same. A part is on only if none of its measured rows is below 0.98. `default_of` makes an exception for MXFP4.
 WHY_OFF = {
     PREFIX + "MLA": "no faster than vLLM's own in DeepSeek-V3, 0.98 to 1.00",
     PREFIX + "OTHER_EXPERTS": "slower in Qwen3-30B-A3B in fp8 at batch 16, 0.96",
@@ -28,7 +28,8 @@ WHY_OFF = {
     PREFIX + "DELTA_RULE": "not measured",
     PREFIX + "GATED_NORMS": "not measured",
 }
-# The switches whose MXFP4 layers are on by default, the architecture on which these were measured, and their speed there.
+# MXFP4 layers that these switches control run on our kernels by default, on the architecture on which they were measured. `WHY_ON`
+# says how fast they are there, relative to vLLM's own kernels.
 _ON_FOR_MXFP4 = (PREFIX + "OTHER_EXPERTS", PREFIX + "FP4_LINEAR")
 _MEASURED_ON = "sm_90"
 WHY_ON = "faster in Qwen3-30B-A3B in MXFP4, 1.26 to 1.75"

@@ -78,7 +78,8 @@ def merge(partial, state, first_part, splits, tiles, AT_ONCE: gl.constexpr):
     Args:
         state: a state of the same shape and layout; its values are not used.
     """
-    # The first splits, usually all, are merged outside of the loop, whose state would have to be initialised before the loads.
+    # The first AT_ONCE splits are merged before the loop; usually there are no others. A loop over all splits would need an initial
+    # state, and the instructions that make it would come before the first loads.
     state = merge_some(partial, state, first_part, 0, splits, tiles, AT_ONCE)
     for first in range(AT_ONCE, splits, AT_ONCE):
         others = merge_some(partial, state, first_part, first, splits, tiles, AT_ONCE)

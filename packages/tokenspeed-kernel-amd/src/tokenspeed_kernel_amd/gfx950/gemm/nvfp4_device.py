@@ -29,7 +29,8 @@ def scale_pairs(scales, block, like):
     [waves_k, lines, 4, 2], where a lane's words of codes with one of the scales are adjacent."""
     waves: gl.constexpr = like.shape[0]
     lines: gl.constexpr = like.shape[1]
-    # The last three axes: the word of four scales, its half with two scales, and the words of codes that share a scale.
+    # Axis 2 selects a word of four scales, axis 3 the half of this word that holds two of them, and axis 4 one of the two words of
+    # codes to which this pair of scales belongs.
     layout: gl.constexpr = like.reshape(waves, lines, 2, 2, 2).type.layout
     pairs: gl.constexpr = gl.SliceLayout(4, layout)
     count: gl.constexpr = scales.shared.shape[0] * scales.shared.shape[1] // (2 * waves * lines)

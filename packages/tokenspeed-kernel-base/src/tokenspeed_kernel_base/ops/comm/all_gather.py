@@ -28,7 +28,7 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
     most ``group.time_limit_s``.
 
     The bits of x are copied, with one exception: kernels that use peer memory may return 0.0 for a -0.0 of a float16 or bfloat16 x.
-    These kernels wait for other ranks at most ``group.peer_time_limit_s``; after that, the launch fails.
+    A kernel that uses peer memory waits at most ``group.peer_time_limit_s`` seconds for the other ranks. Then its launch fails.
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[rows, ...]``. The operator does not write to x.

@@ -45,8 +45,8 @@ def all_reduce_rmsnorm(
     dtype. This comparison waits for other ranks at most ``group.time_limit_s``.
 
     The sum over ranks is rounded to x's dtype. Its sum with the residual is rounded to the residual's dtype. The rounded sum is
-    normalised in float32. All ranks get bitwise equal results. Kernels that use peer memory wait for other ranks at most
-    ``group.peer_time_limit_s``; after that the launch fails.
+    normalised in float32. All ranks get bitwise equal results. A kernel that uses peer memory waits at most
+    ``group.peer_time_limit_s`` seconds for the other ranks. Then its launch fails.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.

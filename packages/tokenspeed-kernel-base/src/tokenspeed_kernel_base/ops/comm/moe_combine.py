@@ -33,8 +33,8 @@ def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None 
     All ranks of the group must make the same collective calls in the same order, with tensors of the same shapes and dtypes. With
     gloo or peer memory, the ranks compare their calls at the first call of each kind. This comparison waits for other ranks at most
     ``group.time_limit_s``. The ranks' results are added in rank order, in float32 (float64 for float64 inputs), and the sum is
-    rounded once. Kernels that use peer memory wait for other ranks at most ``group.peer_time_limit_s``; after that the launch
-    fails.
+    rounded once. A kernel that uses peer memory waits at most ``group.peer_time_limit_s`` seconds for the other ranks. Then its
+    launch fails.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[world_size * tokens, hidden]``: a result for each row of `moe_dispatch`,

@@ -55,7 +55,7 @@ def moe_dispatch(
     the first call of each kind. This comparison waits for other ranks at most ``group.time_limit_s``.
 
     The bits of x are copied, with one exception: kernels that use peer memory may return 0.0 for a -0.0 of a float16 or bfloat16 x.
-    These kernels wait for other ranks at most ``group.peer_time_limit_s``; after that, the launch fails.
+    A kernel that uses peer memory waits at most ``group.peer_time_limit_s`` seconds for the other ranks. Then its launch fails.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.

@@ -28,8 +28,8 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) ->
     most ``group.time_limit_s``.
 
     float16 and bfloat16 are accumulated in float32 and rounded once. Kernels may also round partial sums to x's dtype, at most
-    once for each rank. The order in which the ranks' values are added is unspecified. Kernels that use peer memory wait for other
-    ranks at most ``group.peer_time_limit_s``; after that the launch fails.
+    once for each rank. The order in which the ranks' values are added is unspecified. A kernel that uses peer memory waits at
+    most ``group.peer_time_limit_s`` seconds for the other ranks. Then its launch fails.
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[world_size * rows, ...]``. The operator does not write to x.

@@ -22,8 +22,11 @@ DRAWN = ("dense", "fp8", "mxfp4")
 
 
 def newest_slots(page_table: Tensor, cache_seqlens: Tensor, page_size: int) -> Tensor:
-    """Returns the slot of each sequence's last position, int64 ``[tokens]``. A length of 0 counts as 1: the operator's check
-    rejects it later, whereas a GPU would assert on the index -1, and could not be used any more."""
+    """Returns the slot of each sequence's last position, int64 ``[tokens]``.
+
+    A length of 0 counts as 1. The operator's check rejects such a call later. Without this, the page index would be -1. On a GPU,
+    an index out of range triggers a device-side assertion, after which the process cannot use the GPU.
+    """
     newest = (cache_seqlens - 1).long().clamp(min=0)
     pages = page_table.gather(1, (newest // page_size)[:, None])[:, 0].long()
     return pages * page_size + newest % page_size

@@ -309,8 +309,8 @@ def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
 
 @functools.lru_cache(typed=True)  # planning takes several times as long as drawing a small layer
 def _canonical_plan(*sizes: int, **options: Any) -> MoEPlan:
-    """Returns the plan of a case. All kernels get the same case, with canonical weights. The code that runs the case then prepares
-    these weights for each kernel."""
+    """Returns the plan with which the cases draw weights: that of the reference, whose layout is canonical. So all kernels are
+    tested with the same weights. The code that runs a case on a kernel prepares the weights for this kernel."""
     plan: MoEPlan = moe_apply.plan(*sizes, **options, platform=cpu_platform(), override=f"{REFERENCE}_moe_apply")
     return plan
 
