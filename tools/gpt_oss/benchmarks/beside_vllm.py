@@ -8,8 +8,9 @@ checkpoints, under the names of the released files, so it handles these tensors 
 with two exceptions: prefix caching is off, because it would skip repeated prompts, and CUDA graphs have the measured batch sizes.
 
 The time of a vLLM decode step is the difference between two runs of the same prompts, with few and with many generated tokens,
-divided by the number of additional tokens. The time of our decode step is the time that a caller of the engine waits (see
-`gpt_oss.benchmark`). A prefill is a run that generates one token.
+divided by the number of additional tokens. vLLM's runs are repeated until they agree, because vLLM compiles some kernels on first
+use. The time of our decode step is the time that a caller of the engine waits (see `gpt_oss.benchmark`). A prefill is a run that
+generates one token.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 FEW, MANY = 8, 136  # numbers of generated tokens; a step's time comes from the difference
+# A measurement is repeated until its last runs agree within this part of their median, at most this number of times.
+AGREEMENT, MOST_RUNS = 0.05, 10
 LOAD_FORMAT = "gpt_oss_random"
 # Default environment of vLLM's processes: a single GPU needs no communication, and nothing is downloaded. FlashInfer may be
 # missing, and greedy tokens need no sampler.
@@ -49,7 +52,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=_counts, default=(1, 4, 16, 64), help="numbers of sequences that decode together")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt before the decode steps")
     parser.add_argument("--prefills", type=_shapes, default=((8, 1024), (4, 8192)), help="like 8x1024,4x8192")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each, of which the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each that must agree, of which the median counts")
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     parser.add_argument("--bias", type=float, default=0.5, help="standard deviation of the random biases")
     parser.add_argument("--prefer", default="", help="kernels of ours that serve wherever they can")
@@ -79,6 +82,23 @@ def prompts_of(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]
 
 
 # -- vLLM, in its own process ---------------------------------------------------------------------------------------------------
+
+
+def steady(run: Callable[[], float], repeats: int) -> list[float]:
+    """Calls ``run``, which returns its seconds, until the last ``repeats`` runs agree. Returns the seconds of these runs.
+
+    The engine of vLLM begins with the first requests that arrive, so repeated runs divide the same prompts into different batches.
+    For a new division, vLLM may compile kernels, which takes seconds. After `MOST_RUNS` runs, the last runs are returned even if
+    they disagree.
+    """
+    seconds: list[float] = []
+    while True:
+        seconds.append(run())
+        last = seconds[-repeats:]
+        middle = statistics.median(last)
+        agree = all(abs(each - middle) <= AGREEMENT * middle for each in last)
+        if len(last) == repeats and (agree or len(seconds) >= MOST_RUNS):
+            return last
 
 
 def register_loader() -> None:
@@ -129,8 +149,8 @@ def longest_of(options: argparse.Namespace) -> int:
     return max([options.context + MANY, *(tokens + 1 for _, tokens in options.prefills)])
 
 
-def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measures vLLM with one backend for the experts."""
+def run_vllm(options: argparse.Namespace, folder: Path) -> None:
+    """Measures vLLM with one backend for the experts. Writes the results to ``options.output`` after each measurement."""
     import vllm
 
     config = configuration(options)
@@ -161,25 +181,24 @@ def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         return seconds
 
     def repeated(prompts: list[list[int]], tokens: int) -> list[float]:
-        return [seconds_of(prompts, tokens) for _ in range(options.repeats)]
+        return steady(lambda: seconds_of(prompts, tokens), options.repeats)
 
     vocab = config["vocab_size"]
-    decode, prefill = [], []
+    decode: list[dict[str, Any]] = []
+    prefill: list[dict[str, Any]] = []
+    result = {"vllm": vllm.__version__, "ready_s": ready, "decode": decode, "prefill": prefill}
     for batch in options.batches:
         prompts = prompts_of(batch, options.context, vocab, options.seed)
-        for tokens in (FEW, MANY, FEW, MANY):  # vLLM compiles kernels on first use, which takes some seconds
-            seconds_of(prompts, tokens)
         few, many = repeated(prompts, FEW), repeated(prompts, MANY)
         step = (statistics.median(many) - statistics.median(few)) / (MANY - FEW)
         decode.append({"batch": batch, "context": options.context, "milliseconds_a_step": 1e3 * step, "few_s": few, "many_s": many})
+        options.output.write_text(json.dumps(result))
     for batch, tokens in options.prefills:
         prompts = prompts_of(batch, tokens, vocab, options.seed)
-        for _ in range(4):
-            seconds_of(prompts, 1)
         times = repeated(prompts, 1)
         rate = batch * tokens / statistics.median(times)
         prefill.append({"batch": batch, "tokens": tokens, "tokens_per_second": rate, "all_seconds": times})
-    return {"vllm": vllm.__version__, "ready_s": ready, "decode": decode, "prefill": prefill}
+        options.output.write_text(json.dumps(result))
 
 
 # -- both -----------------------------------------------------------------------------------------------------------------------
@@ -221,7 +240,7 @@ def entry_point(folder: Path) -> Path:
 
 
 def run_child(options: argparse.Namespace, experts: str, folder: Path, given: Sequence[str]) -> dict[str, Any]:
-    """Measures vLLM in a child process. If the process fails, the result holds the error."""
+    """Measures vLLM in a child process. If the process fails, the result holds the error beside what was measured before."""
     result = folder / f"{experts}.json"
     own = [] if options.vllm_path is None else [str(options.vllm_path)]
     paths = [*own, str(entry_point(folder)), str(Path(__file__).resolve().parent), *sys.path[1:]]
@@ -229,10 +248,8 @@ def run_child(options: argparse.Namespace, experts: str, folder: Path, given: Se
     # vLLM loads no other plugin, so that unmodified vLLM is measured.
     environment = {**_ENVIRONMENT, **os.environ, "VLLM_PLUGINS": LOAD_FORMAT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, env=environment, check=False)
-    if done.returncode or not result.exists():
-        return {"error": f"its process ended with {done.returncode}"}
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    return {**found, "error": f"its process ended with {done.returncode}"} if done.returncode or not found else found
 
 
 def table_of(result: dict[str, Any]) -> list[str]:
@@ -260,7 +277,7 @@ def main(given: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="beside-vllm-") as name:
         folder = Path(name)
         if options.only_vllm:
-            options.output.write_text(json.dumps(run_vllm(options, folder)))
+            run_vllm(options, folder)
             return
         from tokenspeed_kernel.workbench.benchmark import as_text
 

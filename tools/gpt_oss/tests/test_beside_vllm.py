@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
 from importlib.metadata import entry_points
@@ -47,6 +48,14 @@ def test_both_get_the_same_prompts(program: ModuleType) -> None:
 def test_the_longest_sequence(program: ModuleType) -> None:
     assert program.longest_of(program.arguments(["--context", "100", "--prefills", "2x50"])) == 100 + program.MANY
     assert program.longest_of(program.arguments(["--context", "100", "--prefills", "2x5000"])) == 5001
+
+
+def test_runs_are_repeated_until_they_agree(program: ModuleType) -> None:
+    compiling = iter([8.0, 0.50, 3.0, 0.51, 0.50, 0.52, 9.0])
+    assert program.steady(lambda: next(compiling), 3) == [0.51, 0.50, 0.52]
+    growing = (2.0**run for run in itertools.count())
+    assert program.steady(lambda: next(growing), 2) == [2.0 ** (program.MOST_RUNS - 2), 2.0 ** (program.MOST_RUNS - 1)]
+    assert program.steady(lambda: 1.0, 1) == [1.0]
 
 
 def test_vllm_finds_the_loader_as_a_plugin(program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
