@@ -1,9 +1,11 @@
-"""Tests that penalties and biases change the tokens as a plain loop over one sequence says, in every mode and beside any requests."""
+"""Tests that penalties and biases change tokens as a plain loop over one sequence does, in every mode and beside any requests."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,6 +33,12 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
 def model() -> GptOss:
     config = make_config(rope=YARN, vocab_size=VOCAB)
     return GptOss(config, tensors_of(config), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def wanted(model: GptOss) -> Callable[[int], list[list[int]]]:
+    """Returns the tokens of the random requests of a seed, from a loop that runs once."""
+    return functools.cache(lambda seed: [looped(model, request)[0] for request in random_requests(seed)])
 
 
 @pytest.fixture
@@ -108,14 +116,21 @@ def adjusted_logits(model: GptOss, request: Request) -> Tensor:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("options", [{}, {"prefill_tokens": 7}, {"prefill_tokens": 5, "max_sequences": 3, "pages": 24}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_tokens": 7, "decode_sizes": (1, 3)}, {"prefill_tokens": 5, "max_sequences": 3, "pages": 24}],
+    ids=["one prefill", "chunked prompts, and batches larger than the decoder's", "few sequences at a time"],
+)
 def test_tokens_are_those_of_a_loop(
-    model: GptOss, narrow: None, mode: dict[str, Any], options: dict[str, int], seed: int
+    model: GptOss,
+    wanted: Callable[[int], list[list[int]]],
+    narrow: None,
+    mode: dict[str, Any],
+    options: dict[str, Any],
+    seed: int,
 ) -> None:
-    requests = random_requests(seed)
-    completions = make_engine(model, **options, **mode).generate(requests)
-    for request, completion in zip(requests, completions, strict=True):
-        assert completion.tokens == looped(model, request)[0]
+    completions = make_engine(model, **options, **mode).generate(random_requests(seed))
+    assert [completion.tokens for completion in completions] == wanted(seed)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +215,7 @@ def test_other_passes_stay_as_they_are(model: GptOss, mode: dict[str, Any], monk
     assert calls_of(engine, [*plain, Request([6], 3, Sampling(frequency_penalty=1))]).count("adjust_logits") == 3
     monkeypatch.setattr(Penalties, "adjust", lambda *_: pytest.fail("no request has penalties or biases"))
     engine.generate(plain)
+    assert engine._penalties._lists is None
 
 
 def test_lists_move_only_when_sequences_change(model: GptOss, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,19 +227,22 @@ def test_lists_move_only_when_sequences_change(model: GptOss, mode: dict[str, An
     assert moves == [3, 1]
 
 
-def test_lists_are_as_long_as_their_tokens_need(model: GptOss) -> None:
-    engine = make_engine(model)
+def test_lists_are_as_long_as_their_tokens_need(model: GptOss, narrow: None) -> None:
+    """Only the repetition penalty lists the prompt, and only penalties list generated tokens."""
 
-    def width_after(*requests: Request) -> int:
-        engine.generate(requests)
-        assert engine._penalties._lists is not None
-        return engine._penalties._lists.width
+    def listed(*requests: Request) -> list[int]:
+        found: list[int] = []
+        with watch_calls(lambda call, run: (found.extend(adjusted_widths(call)), run)[1]):
+            make_engine(model).generate(requests)
+        return found
 
-    plain = Request([1] * 90, 30)
-    assert width_after(plain, Request([1, 2], 2, Sampling(presence_penalty=1))) == penalties.LEAST_WIDTH
-    bias = Sampling(logit_bias=dict.fromkeys(range(VOCAB), 1.0))
-    assert width_after(Request([1] * 90, 30, bias)) == penalties.LEAST_WIDTH
-    assert penalties.widths(1000, VOCAB) == [256, 512, 1024, 2048]
+    def adjusted_widths(call: Any) -> list[int]:
+        return [call.arguments["tokens"].shape[1]] if call.mode == "adjust_logits" else []
+
+    prompt = list(range(90))
+    assert listed(Request(prompt, 9), Request(prompt, 6, Sampling(presence_penalty=1))) == [2, 2, 2, 4, 4, 8]
+    assert listed(Request(prompt, 3, Sampling(repetition_penalty=2))) == [128] * 3
+    assert listed(Request(prompt, 9, Sampling(logit_bias={1: 1.0, 2: -1.0, 3: 1}))) == [4] * 9
 
 
 def test_counting_again_counts_nothing_twice(model: GptOss) -> None:
@@ -259,5 +278,6 @@ def test_a_request_keeps_its_biases(model: GptOss) -> None:
     bias = {3: 100.0}
     engine = make_engine(model)
     engine.add(Request([1], 2, Sampling(logit_bias=bias)))
+    assert hash(Sampling(logit_bias=bias)) == hash(Sampling()), "biases are no part of the hash"
     bias[3], bias[4] = 0.0, 100.0
     assert [event.token for _ in range(2) for event in engine.step()] == [3, 3]

@@ -25,7 +25,7 @@ from torch import Tensor
 from gpt_oss.batch import Batch, Phase
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.model import GptOss
-from gpt_oss.penalties import Penalties, adjusts
+from gpt_oss.penalties import Penalties
 from gpt_oss.sequences import Flight, Running, shown
 from gpt_oss.transfer import sent
 
@@ -157,7 +157,7 @@ class Decoder:
                 self._load(sequences, size, {} if before is None else before.row_of, fed)
             self._run(size, "model")
             ops, logits, tokens = self._model.ops, self._logits[:count], self._rows.tokens[:count]
-            if adjusts(sequences):
+            if self._penalties.wanted(sequences):
                 # Before sampling, the rows have the input tokens, and the numbers of tokens that were generated with them.
                 logits = self._penalties.adjust(ops, logits, tokens, self._rows.offsets[:count], sequences)
             self._run(size, "greedy" if all(s.request.sampling.temperature == 0 for s in sequences) else "sampled")

@@ -24,7 +24,7 @@ from gpt_oss.cache import PagedKVCache
 from gpt_oss.decoder import Decoder, batch_sizes
 from gpt_oss.fields import COUNT, FLAG, describe, instance, one_of, optional
 from gpt_oss.model import GptOss
-from gpt_oss.penalties import Penalties, adjusts
+from gpt_oss.penalties import Penalties
 from gpt_oss.request import Completion, Event, Request, checked_request
 from gpt_oss.sampling import sample
 from gpt_oss.sequences import Flight, Running, shown
@@ -320,7 +320,7 @@ class Engine:
         choices = [sequence.request.sampling for sequence in sequences]
         indices = [sequence.generated for sequence in sequences]
         kept = logits
-        if adjusts(sequences):
+        if self._penalties.wanted(sequences):
             inputs, generated = batch.tokens[batch.logit_rows], to_device(indices, torch.int64, logits.device)
             kept = self._penalties.adjust(ops, logits, inputs, generated, sequences)
         tokens = sample(ops, logits, choices, indices) if ready else batch.tokens[:0]

@@ -12,7 +12,8 @@ the device. When sequences join or leave, or a list is full, the lists move to n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +23,22 @@ from gpt_oss.sampling import PENALTIES
 from gpt_oss.sequences import Running
 from gpt_oss.transfer import sent, to_device
 
-# The fewest entries of a row. `adjust_logits` takes as long for fewer. The numbers of entries are powers of two, so that there are
-# few shapes.
-LEAST_WIDTH = 256
+LEAST_WIDTH = 256  # the fewest entries of a row; all numbers of entries are powers of two, so that there are few shapes
 _NEVER = 2**62  # more than the number of tokens that a sequence generates
 _TOKENS, _COUNTS, _BIAS, _GENERATED = range(4)  # the indices of the attributes of `_Lists` in its memory
 
 
-class _Lists(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Lists:
     """The lists of a pass on the device, one row per sequence. A row without penalties and biases lists no token.
 
     Attributes:
         numbers: the number of the request of each row; None if the request has neither penalties nor biases.
         begun: for each row, the number of entries before generated tokens. The i-th generated token can take entry ``begun + i``.
-        entries: int32 ``[4, rows, width]``, the memory of the next four attributes.
+        entries: int32 ``[4, rows, width]``, the memory of tokens, counts, bias and generated.
         tokens: int32 ``[rows, width]``, the listed tokens, each once in a row; -1 in unused entries.
         counts: int32 ``[rows, width]``, how often each listed token was generated; -1 for a token that is listed for its bias only.
+            Unused entries have any count.
         bias: float32 ``[rows, width]``, the biases of the listed tokens.
         generated: int32 ``[rows, width]``, the generated tokens in order, then -1.
         starts: int64 ``[rows, 1]``, ``begun`` on the device.
@@ -81,13 +82,12 @@ class _Lists(NamedTuple):
             generated: int64 ``[rows]``, the number of tokens that each sequence has generated.
         """
         counted = generated >= self.counted_from
-        # In a row that is not counted, this writes -1 to entries that are -1 already: the first entry after the listed tokens, and
-        # the first generated token.
+        # In a row that is not counted, the next lines write -1 to entries of tokens and generated that are -1 already.
         token = torch.where(counted, inputs, -1).int().unsqueeze(1)
         index = torch.where(counted, generated - 1, 0).unsqueeze(1)
         self.generated.scatter_(1, index, token)
         count = (self.generated == token).sum(1, keepdim=True, dtype=torch.int32)
-        # The token's entry is the first that lists it. A token that is not listed gets its own entry, which all listed tokens precede.
+        # The token's entry is the one that lists it already, or an entry of its own, which follows all listed tokens.
         found = (self.tokens == token).scatter_(1, self.starts + index, True)
         entry = found.view(torch.uint8).argmax(1, keepdim=True)
         self.tokens.scatter_(1, entry, token)
@@ -101,7 +101,7 @@ class _Lists(NamedTuple):
 class Penalties:
     """Changes the logits of an engine's passes by the penalties and biases of its requests.
 
-    This object holds no state that the engine's steps must restore after a failure, see the module.
+    A failed step need not restore this object, because a repeated pass writes the same entries.
 
     Args:
         device: the device of the logits.
@@ -111,9 +111,14 @@ class Penalties:
         self._device = device
         self._lists: _Lists | None = None
 
-    def adjust(
-        self, ops: Any, logits: Tensor, inputs: Tensor, generated: Tensor, sequences: Sequence[Running]
-    ) -> Tensor:
+    def wanted(self, sequences: Iterable[Running]) -> bool:
+        """Returns whether a sequence of a pass has penalties or biases. If none has, frees the lists."""
+        found = any(sequence.request.sampling.adjusts_logits for sequence in sequences)
+        if not found:
+            self._lists = None
+        return found
+
+    def adjust(self, ops: Any, logits: Tensor, inputs: Tensor, generated: Tensor, sequences: Sequence[Running]) -> Tensor:
         """Launches the counting of a pass's input tokens, and changes its logits in place.
 
         Args:
@@ -121,8 +126,8 @@ class Penalties:
             logits: float ``[rows, vocab_size]``.
             inputs: int64 ``[rows]``, the last input token of each sequence.
             generated: int64 ``[rows]``, the number of tokens that each sequence has generated.
-            sequences: the sequences of the rows. Every sequence that has penalties and has generated tokens was one of the sequences
-                of the last call.
+            sequences: the sequences of the rows. A sequence that has generated tokens and has penalties or biases was one of the
+                sequences of the last call that did not fail, or of a later one.
 
         Returns:
             The model's logits, for events: a copy if a request wants them or log-probabilities; otherwise the changed logits.
@@ -140,51 +145,36 @@ class Penalties:
     def _moved(self, sequences: Sequence[Running]) -> _Lists:
         """Returns new lists for these sequences. The list of a sequence that has one is copied."""
         old, device = self._lists, self._device
-        requests = [sequence.request for sequence in sequences]
         numbers = _numbers(sequences)
-        row_of = {} if old is None else {number: row for row, number in enumerate(old.numbers) if number is not None}
-        moves = [(row, row_of[number]) for row, number in enumerate(numbers) if number in row_of]
-        fresh = {
-            row: _first_entries(requests[row])
-            for row, number in enumerate(numbers)
-            if number is not None and number not in row_of
-        }
-        assert not any(sequences[row].generated for row in fresh), "a sequence that has generated tokens has a list"
-        begun = [0] * len(sequences)
-        for row, first in fresh.items():
-            begun[row] = first.shape[1]
+        row_of: dict[int | None, int] = {}
         if old is not None:
-            for row, source in moves:
-                begun[row] = old.begun[source]
-        width = _width(begun, sequences)
+            row_of = {number: row for row, number in enumerate(old.numbers) if number is not None}
+        copied = {row: row_of[number] for row, number in enumerate(numbers) if number in row_of}
+        fresh = {row: s for row, s in enumerate(sequences) if numbers[row] is not None and row not in copied}
+        assert not any(s.generated for s in fresh.values()), "a sequence that has generated tokens has a list"
+        first = {row: _first_entries(sequence.request) for row, sequence in fresh.items()}
+        begun = [first[row].shape[1] if row in first else 0 for row in range(len(sequences))]
+        if old is not None:
+            for row, old_row in copied.items():
+                begun[row] = old.begun[old_row]
+        width = max(LEAST_WIDTH, 1 << (_needed(begun, sequences) - 1).bit_length())
         entries = _unused(4, len(sequences), width, device)
-        if old is not None and moves:
-            rows, sources = to_device([each for move in zip(*moves, strict=True) for each in move], torch.int64, device).view(2, -1)
+        if old is not None and copied:
+            rows, old_rows = to_device([*copied, *copied.values()], torch.int64, device).view(2, -1)
             common = min(width, old.width)
-            entries[:, rows, :common] = old.entries[:, sources, :common]
-        if fresh:
-            longest = max(begun[row] for row in fresh)
-            uploaded = _unused(3, len(fresh), longest, "cpu")
-            for place, first in enumerate(fresh.values()):
-                uploaded[:, place, : first.shape[1]] = first
-            entries[:3, to_device([*fresh], torch.int64, device), :longest] = sent(uploaded, device)
-        samplings = [request.sampling for request in requests]
+            entries[:, rows, :common] = old.entries[:, old_rows, :common]
+        if first:
+            longest = max(each.shape[1] for each in first.values())
+            uploaded = _unused(3, len(first), longest, "cpu")
+            for place, each in enumerate(first.values()):
+                uploaded[:, place, : each.shape[1]] = each
+            entries[:3, to_device([*first], torch.int64, device), :longest] = sent(uploaded, device)
+        samplings = [sequence.request.sampling for sequence in sequences]
         counted_from = [1 if sampling.counts_tokens else _NEVER for sampling in samplings]
         starts, counted = to_device([*begun, *counted_from], torch.int64, device).view(2, -1)
-        penalties = [float(getattr(sampling, name)) for name in PENALTIES for sampling in samplings]
-        return _Lists(
-            numbers,
-            tuple(begun),
-            entries,
-            starts.unsqueeze(1),
-            counted,
-            to_device(penalties, torch.float32, device).view(len(PENALTIES), -1),
-        )
-
-
-def adjusts(sequences: Iterable[Running]) -> bool:
-    """Returns whether a sequence has penalties or biases."""
-    return any(sequence.request.sampling.adjusts_logits for sequence in sequences)
+        values = [float(getattr(sampling, name)) for name in PENALTIES for sampling in samplings]
+        penalties = to_device(values, torch.float32, device).view(len(PENALTIES), -1)
+        return _Lists(numbers, tuple(begun), entries, starts.unsqueeze(1), counted, penalties)
 
 
 def widths(longest: int, vocab_size: int) -> list[int]:
@@ -233,10 +223,6 @@ def _needed(begun: Sequence[int], sequences: Iterable[Running]) -> int:
     """
     pairs = zip(begun, sequences, strict=True)
     return max(first + (max(s.generated, 1) if s.request.sampling.counts_tokens else 1) for first, s in pairs)
-
-
-def _width(begun: Sequence[int], sequences: Iterable[Running]) -> int:
-    return max(LEAST_WIDTH, 1 << (_needed(begun, sequences) - 1).bit_length())
 
 
 def _unused(planes: int, rows: int, width: int, device: torch.device | str) -> Tensor:
