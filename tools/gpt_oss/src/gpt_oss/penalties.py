@@ -81,10 +81,10 @@ class _Lists:
             inputs: int64 ``[rows]``, the input tokens. In a sequence that has generated tokens, this is the last of them.
             generated: int64 ``[rows]``, the number of tokens that each sequence has generated.
         """
-        counted = generated >= self.counted_from
-        # In a row that is not counted, the next lines write -1 to entries of tokens and generated that are -1 already.
-        token = torch.where(counted, inputs, -1).int().unsqueeze(1)
-        index = torch.where(counted, generated - 1, 0).unsqueeze(1)
+        uncounted = generated < self.counted_from
+        # In uncounted rows, the next lines write -1 to entries of tokens and generated that are -1 already.
+        token = inputs.to(torch.int32, copy=True).masked_fill_(uncounted, -1).unsqueeze(1)
+        index = (generated - 1).masked_fill_(uncounted, 0).unsqueeze(1)
         self.generated.scatter_(1, index, token)
         count = (self.generated == token).sum(1, keepdim=True, dtype=torch.int32)
         # The token's entry is the one that lists it already, or an entry of its own, which follows all listed tokens.
