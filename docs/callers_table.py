@@ -33,7 +33,6 @@ _SPARSE = (
 _STATE = "Yes, by hybrid models: vLLM's and SGLang's layers call functions for it, which no hook replaces. Your own engine can."
 _DRAFTS = "Yes, by speculative decoding: vLLM and SGLang have no hook for a kernel of it. Your own engine can."
 _PAGES = "Yes, by an engine's allocator, for prefix sharing, beams and trees of drafts; vLLM and SGLang have their own allocators."
-_SAMPLING = "Yes, by your own engine: vLLM has no hook, and SGLang's sampler gets logits to which penalties are applied already."
 _RANKS = "Yes, by your own engine with a vocabulary divided among ranks; vLLM and SGLang gather the logits instead."
 IDLE = {
     "swiglu_quantize": "Yes, by an engine whose next GEMM has fp8 inputs; the plugins' linear layers quantise in `linear`.",
@@ -70,7 +69,6 @@ IDLE = {
     "quantize_nvfp4": _PARTS,
     "swizzle_scales": _CHECKPOINTS,
     "unswizzle_scales": _CHECKPOINTS,
-    "adjust_logits": _SAMPLING,
     "argmax_with_value": _RANKS,
     "merge_argmax": _RANKS,
     "merge_token_logprobs": _RANKS,

@@ -20,7 +20,13 @@ from gpt_oss.batch import Phase
 
 PACKAGE = str(Path(gpt_oss.__file__).parent)
 LENGTHS = (19, 3, 1, 11, 6)
-SAMPLINGS = (Sampling(), Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2), Sampling(1.0, top_p=0.9, seed=3), Sampling())
+SAMPLINGS = (
+    Sampling(),
+    Sampling(0.8, seed=1, frequency_penalty=1.5),
+    Sampling(1.2, top_k=20, seed=2),
+    Sampling(1.0, top_p=0.9, seed=3),
+    Sampling(repetition_penalty=1.5, logit_bias={4: 1.0}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +142,7 @@ def test_every_operator_call_of_every_step_fails_once(
     assert all(engine.steps[phase] for phase in Phase)
     assert engine.cache.allocator.available == engine.cache.allocator.total
     assert failing.failed == {
+        "adjust_logits",
         "argmax",
         "mha_decode_with_kvcache",
         "mha_extend_with_kvcache",
@@ -263,7 +270,8 @@ def test_an_interrupt_at_any_line_finds_all_or_nothing(call: str, mode: str) -> 
     engine, twin = (Engine(model, PagedKVCache(config, 5, 4, torch.float32), prefill_tokens=6, **MODES[mode]) for _ in range(2))
 
     def calls_of(e: Engine) -> dict[str, Callable[[], Any]]:
-        return {"step": e.step, "add": lambda: e.add(Request(prompts[1], 2)), "cancel": lambda: e.cancel(0)}
+        request = Request(prompts[1], 4, Sampling(repetition_penalty=3.0, frequency_penalty=0.5, logit_bias={1: 0.5}))
+        return {"step": e.step, "add": lambda: e.add(request), "cancel": lambda: e.cancel(0)}
 
     for number, name in enumerate(["add", "step", "step", "add", "step", "cancel", "step", "step", "step"]):
         wanted = calls_of(twin)[name]()

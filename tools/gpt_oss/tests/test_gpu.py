@@ -7,7 +7,7 @@ import torch
 from gpt_oss_models import YARN, make_config, random_prompts, tensors_of
 from rich.console import Console
 
-from gpt_oss import Completion, Engine, GptOss, PagedKVCache, Request, Sampling, demo
+from gpt_oss import Completion, Engine, GptOss, PagedKVCache, Request, Sampling, demo, penalties
 
 pytestmark = [
     pytest.mark.nvidia,
@@ -73,3 +73,40 @@ def test_a_graph_gives_what_its_launches_give(dtype: torch.dtype) -> None:
         chosen = torch.stack(graphs.logits).log_softmax(-1)[range(len(graphs.tokens)), graphs.tokens]
         torch.testing.assert_close(torch.tensor(graphs.logprobs), chosen[: len(graphs.logprobs)], rtol=1e-4, atol=1e-4)
         assert [len(likely) for likely in graphs.likely] == [graphs.request.logprobs] * len(graphs.logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_penalties_in_graphs_are_those_of_static_passes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with and without penalties and biases start and finish at different times. Lists are so short that they move."""
+    monkeypatch.setattr(penalties, "LEAST_WIDTH", 2)
+    config = make_config(rope=YARN, head_dim=16, hidden_size=64)
+    model = GptOss(config, tensors_of(config, dtype), dtype, "cuda")
+    samplings = [
+        Sampling(repetition_penalty=1.4),
+        Sampling(0.8, seed=1, frequency_penalty=0.9, logit_bias={3: 2.0, 5: -100}),
+        Sampling(),
+        Sampling(logit_bias={7: 100.0}),
+        Sampling(1.0, seed=4, presence_penalty=-1.0),
+        Sampling(0.8, seed=5),
+        Sampling(repetition_penalty=0.7, frequency_penalty=2, presence_penalty=2, logit_bias=dict.fromkeys(range(97), 1.0)),
+    ]
+    prompts = random_prompts((3, 19, 1, 11, 6, 8, 2), config.vocab_size)
+    requests = [Request(prompt, 7 + 2 * i, samplings[i], keep_logits=True, logprobs=0) for i, prompt in enumerate(prompts)]
+
+    def run(decode: str) -> list[Completion]:
+        cache = PagedKVCache(config, 24, 16, dtype, "cuda")
+        engine = Engine(model, cache, prefill_tokens=9, max_sequences=5, decode=decode, overlap=True)
+        return engine.generate(requests)
+
+    static = run("static")
+    for graphs, wanted in zip(run("graphs"), static, strict=True):
+        assert graphs.tokens == wanted.tokens
+        torch.testing.assert_close(torch.stack(graphs.logits), torch.stack(wanted.logits))
+        chosen = torch.stack(graphs.logits).log_softmax(-1)[range(len(graphs.tokens)), graphs.tokens]
+        torch.testing.assert_close(torch.tensor(graphs.logprobs), chosen, rtol=1e-4, atol=1e-4)
+    assert static[3].tokens == [7] * len(static[3].tokens)
+    greedy = static[0]  # its tokens follow from the model's logits, which events show
+    for index, (logits, token) in enumerate(zip(greedy.logits, greedy.tokens, strict=True)):
+        listed = [*{*prompts[0], *greedy.tokens[:index]}]
+        logits[listed] = torch.where(logits[listed] > 0, logits[listed] / 1.4, logits[listed] * 1.4).to(dtype).float()
+        assert logits[token] == logits.max()

@@ -67,16 +67,27 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     *(("stop_tokens", value) for value in ({97}, frozenset({-1}), [5, 2**64])),
     *(("logprobs", value) for value in (-1, 21, 2**64)),
 ]
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed", *PENALTIES, "logit_bias")
 WRONG_SAMPLING_TYPES: list[tuple[str, Any]] = [
-    *((name, value) for name in ("temperature", "top_k", "top_p", "seed") for value in (None, "1", [1], True, torch.tensor(1))),
+    *((name, value) for name in SAMPLING_FIELDS[:-1] for value in (None, "1", [1], True, torch.tensor(1))),
     *((name, value) for name in ("top_k", "seed") for value in (1.0, NAN, np.int64(1), np.uint8(1))),
-    *((name, value) for name in ("temperature", "top_p") for value in (np.float32(1), 1j)),
+    *((name, value) for name in ("temperature", "top_p", *PENALTIES) for value in (np.float32(1), 1j)),
+    *(("logit_bias", value) for value in (5, "ab", [5], [(5, 1.0)], {5}, torch.tensor([5]))),
+    *(("logit_bias", {1: 1.0, key: 1.0}) for key in ("5", 5.0, None, (5,), np.int64(5))),
+    *(("logit_bias", {1: 1.0, 5: value}) for value in (None, "1", [1], True, 1j, np.float32(1), torch.tensor(1))),
 ]
 WRONG_SAMPLING_VALUES: list[tuple[str, Any]] = [
     *(("temperature", value) for value in (NAN, INF, -INF, -1.0, -1e-30, 1e39, 1e300, 10**400)),
     *(("top_k", value) for value in (-1, 2**31, 10**10, 10**5000)),
     *(("top_p", value) for value in (NAN, INF, 0, 0.0, -0.5, 1.1, 1e-50, 10**400)),
     *(("seed", value) for value in (2**63, 2**64, -(2**63) - 1, 10**5000)),
+    *((name, value) for name in PENALTIES for value in (NAN, INF, -INF, 101, -2.1, 1e300, 10**400)),
+    *(("repetition_penalty", value) for value in (0, 0.0, -1.0, 1e-9)),
+    *((name, 2.1) for name in PENALTIES[1:]),
+    *(("logit_bias", {1: 1.0, key: 1.0}) for key in (-1, 97, 2**31, 2**64, 10**5000)),
+    *(("logit_bias", {1: 1.0, 5: value}) for value in (NAN, INF, -INF, 100.1, -101, 10**400)),
+    ("logit_bias", {10**5000: NAN}),
 ]
 
 
@@ -114,7 +125,7 @@ def test_a_wrong_field_is_refused_and_harms_no_other(
 @pytest.mark.parametrize(
     ("error", "cases"), [(TypeError, WRONG_SAMPLING_TYPES), (ValueError, WRONG_SAMPLING_VALUES)], ids=["types", "values"]
 )
-@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "seed"])
+@pytest.mark.parametrize("field", SAMPLING_FIELDS)
 def test_wrong_sampling_is_refused_where_it_is_made_and_where_it_is_added(
     model: GptOss, undisturbed: list[int], error: type[Exception], cases: list[tuple[str, Any]], field: str
 ) -> None:
@@ -139,6 +150,7 @@ def test_wrong_sampling_is_refused_where_it_is_made_and_where_it_is_added(
         ({"max_tokens": 63}, "prompt and max_tokens must together be at most the context of 64 tokens, got 2 and 63"),
         ({"stop_tokens": {True}}, r"each of stop_tokens must be a token id, which is an int, got True \(bool\)"),
         ({"keep_logits": 1}, r"keep_logits must be True or False, got 1 \(int\)"),
+        ({"sampling": Sampling(logit_bias={97: 1.0})}, r"each of logit_bias must be a token id from 0 to 96, got 97"),
     ],
 )
 def test_what_the_error_says(model: GptOss, changes: dict[str, Any], message: str) -> None:
@@ -202,6 +214,10 @@ VALID_SAMPLING = st.builds(
     top_k=st.integers(0, 2**31 - 1) | st.integers(0, 100),
     top_p=st.floats(1e-37, 1),
     seed=st.integers(-(2**63), 2**63 - 1),
+    repetition_penalty=st.just(1) | st.floats(0.01, 100),
+    frequency_penalty=st.just(0) | st.floats(-2, 2),
+    presence_penalty=st.just(0) | st.floats(-2, 2),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, 96), st.floats(-100, 100) | st.integers(-100, 100), max_size=5),
 )
 VALID = st.builds(
     Request,
@@ -223,8 +239,13 @@ SCALARS = st.one_of(
     st.binary(max_size=3),
     st.sampled_from([np.int64(3), np.float64(0.5), np.float32(0.5), np.True_, torch.tensor(3), torch.tensor([0.5]), object, 2**64]),
 )
-ANYTHING = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner), max_leaves=4)
-FIELDS = ("prompt", "max_tokens", "sampling", "stop_tokens", "keep_logits", "logprobs", "temperature", "top_k", "top_p", "seed")
+KEYS = st.none() | st.booleans() | st.integers() | st.integers(0, 100) | st.floats() | st.text(max_size=3)
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner, max_size=2),
+    max_leaves=4,
+)
+FIELDS = ("prompt", "max_tokens", "sampling", "stop_tokens", "keep_logits", "logprobs", *SAMPLING_FIELDS)
 
 
 @settings(max_examples=25, deadline=None)
@@ -252,7 +273,7 @@ def test_anything_is_run_or_refused(model: GptOss, undisturbed: list[int], data:
     values = {"prompt": [1, 2], "max_tokens": 3, "sampling": Sampling(1.0)}
     sampling: dict[str, Any] = {}
     for field in data.draw(st.lists(st.sampled_from(FIELDS), min_size=1, max_size=2, unique=True)):
-        (sampling if field in FIELDS[6:] else values)[field] = data.draw(ANYTHING, label=field)
+        (sampling if field in SAMPLING_FIELDS else values)[field] = data.draw(ANYTHING, label=field)
     before = engine_state(engine)
     try:
         if sampling:

@@ -17,6 +17,7 @@ from gpt_oss.expert_parallel import ExpertParallelGptOss
 from gpt_oss.loader import Checkpoint, TensorSource, expected_tensors, save_checkpoint
 from gpt_oss.model import GptOss
 from gpt_oss.request import Completion, Request
+from gpt_oss.sampling import Sampling
 from gpt_oss.shards import ShardedGptOss, ShardedSource, filled, shard_of, slices_of
 from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
@@ -37,7 +38,8 @@ def _processes_find_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def completions(model: GptOss, **mode: Any) -> list[Completion]:
     engine = Engine(model, PagedKVCache(model.config, 200, 4, torch.float32), **mode)
-    return engine.generate([Request(prompt, 12, keep_logits=True) for prompt in PROMPTS])
+    samplings = [Sampling(), Sampling(repetition_penalty=1.3, presence_penalty=0.2), Sampling(logit_bias={5: 0.1})]
+    return engine.generate([Request(prompt, 12, samplings[i % 3], keep_logits=True) for i, prompt in enumerate(PROMPTS)])
 
 
 def on_each_rank(tensor_parallel: bool) -> dict[str, tuple[list[list[int]], float]]:

@@ -13,6 +13,7 @@ import torch
 from gpt_oss_models import MODES, make_config, random_prompts, tensors_of
 from test_engine import make_engine
 
+from gpt_oss import penalties
 from gpt_oss.batch import Phase
 from gpt_oss.config import alternating
 from gpt_oss.engine import Engine
@@ -37,7 +38,7 @@ SIZES = ("x", "a", "q", "logits", "positions", "cu_seqlens", "cu_seqlens_q", "ca
 
 
 class Compiler:
-    """Imitates kernels that compile a program for each size class: of tokens, of sequences, and of the longest chunk."""
+    """Imitates kernels that compile a program for each size class: of tokens, of sequences, of the longest chunk, and of lists."""
 
     def __init__(self) -> None:
         self._compiled: set[tuple[Any, ...]] = set()
@@ -50,10 +51,15 @@ class Compiler:
             if value is not None:
                 size = value.shape[0] if isinstance(value, torch.Tensor) else value
                 program = (*options, name, (size - 1).bit_length())
-                if program not in self._compiled:
-                    compilation.start(str(program), "Made-up").finish()
-                    self._compiled.add(program)
+                self._compile(program)
+        if given.get("counts") is not None:  # lists of penalties, whose lengths are powers of two
+            self._compile((*options, given["counts"].shape[1]))
         return run
+
+    def _compile(self, program: tuple[Any, ...]) -> None:
+        if program not in self._compiled:
+            compilation.start(str(program), "Made-up").finish()
+            self._compiled.add(program)
 
 
 @pytest.fixture
@@ -65,11 +71,12 @@ def compiler() -> Iterator[None]:
 def random_requests(count: int, vocab: int, seed: int) -> list[Request]:
     rng = random.Random(seed)
     prompts = random_prompts([rng.randint(1, 14) for _ in range(count)], vocab, seed)
-    choices = [Sampling(), Sampling(1.0, 5, 0.9, seed)]
+    choices = [Sampling(), Sampling(1.0, 5, 0.9, seed), Sampling(repetition_penalty=1.2, logit_bias={1: 1.0})]
     return [Request(prompt, rng.randint(1, 6), rng.choice(choices)) for prompt in prompts]
 
 
-def test_no_request_compiles(model: GptOss, compiler: None) -> None:
+def test_no_request_compiles(model: GptOss, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penalties, "LEAST_WIDTH", 2)
     engine = make_engine(model, warm="all", **LIMITS, **MODES["static, overlapping"])
     assert engine.warmed is not None
     assert engine.warmed.programs > 40

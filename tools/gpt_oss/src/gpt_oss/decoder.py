@@ -7,7 +7,8 @@ on the device.
 
 A step consists of two parts: the model's pass, and sampling. On a GPU each part is captured into a CUDA graph when the decoder is
 created, for a set of batch sizes. A batch between two sizes is padded with copies of its first sequence. These copies write nothing
-to the cache. They select the same experts as the first sequence, so no additional weights are read.
+to the cache. They select the same experts as the first sequence, so no additional weights are read. If a sequence has penalties or
+biases, Python launches the change of the logits between the two parts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from gpt_oss.batch import Batch, Phase
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.model import GptOss
+from gpt_oss.penalties import Penalties
 from gpt_oss.sequences import Flight, Running, shown
 from gpt_oss.transfer import sent
 
@@ -89,6 +91,8 @@ class Decoder:
         sizes: the batch sizes of captured passes, ascending.
         capture: whether passes are captured into CUDA graphs now, and replayed later. If not, Python launches the same passes.
         console: shows the progress; None shows none.
+        penalties: the object that changes the logits of sequences with penalties and biases. Passes that do not run in the decoder
+            must use the same object. None: one of its own.
 
     Attributes:
         sizes: the batch sizes of captured passes, ascending.
@@ -98,9 +102,16 @@ class Decoder:
     """
 
     def __init__(
-        self, model: GptOss, cache: PagedKVCache, sizes: Sequence[int], capture: bool, console: Console | None = None
+        self,
+        model: GptOss,
+        cache: PagedKVCache,
+        sizes: Sequence[int],
+        capture: bool,
+        console: Console | None = None,
+        penalties: Penalties | None = None,
     ) -> None:
         self._model, self._cache = model, cache
+        self._penalties = penalties or Penalties(model.device)
         self.sizes, largest = tuple(sizes), sizes[-1]
         self._captured = capture
         device, allocator = model.device, cache.allocator
@@ -145,9 +156,12 @@ class Decoder:
             if stale:
                 self._load(sequences, size, {} if before is None else before.row_of, fed)
             self._run(size, "model")
+            ops, logits, tokens = self._model.ops, self._logits[:count], self._rows.tokens[:count]
+            if self._penalties.wanted(sequences):
+                # Before sampling, the rows have the input tokens, and the numbers of tokens that were generated with them.
+                logits = self._penalties.adjust(ops, logits, tokens, self._rows.offsets[:count], sequences)
             self._run(size, "greedy" if all(s.request.sampling.temperature == 0 for s in sequences) else "sampled")
-            logits, tokens = self._logits[:count], self._rows.tokens[:count]
-            more = shown(self._model.ops, logits, tokens, (s.request for s in sequences))
+            more = shown(ops, logits, tokens, (s.request for s in sequences))
             flight = Flight(((s.number, s.generated) for s in sequences), tokens, more, lambda: self._launches == launch)
         self._held = (size, tuple((number, cached + 1) for number, cached in wanted[1]))
         return flight

@@ -24,6 +24,7 @@ from gpt_oss.cache import PagedKVCache
 from gpt_oss.decoder import Decoder, batch_sizes
 from gpt_oss.fields import COUNT, FLAG, describe, instance, one_of, optional
 from gpt_oss.model import GptOss
+from gpt_oss.penalties import Penalties
 from gpt_oss.request import Completion, Event, Request, checked_request
 from gpt_oss.sampling import sample
 from gpt_oss.sequences import Flight, Running, shown
@@ -104,7 +105,8 @@ class Engine:
         self.prefill_tokens, self.max_sequences = prefill_tokens, max_sequences
         self.overlap = decode == "graphs" if overlap is None else overlap
         sizes = _checked_sizes(batch_sizes(max_sequences) if decode_sizes is None else decode_sizes)
-        self.decoder = None if decode == "eager" else Decoder(model, cache, sizes, decode == "graphs", console)
+        self._penalties = Penalties(model.device)
+        self.decoder = None if decode == "eager" else Decoder(model, cache, sizes, decode == "graphs", console, self._penalties)
         self.steps = dict.fromkeys(Phase, 0)
         # These tuples and the allocator's free pages are the state that `step` changes. `step` replaces the tuples, and never
         # changes a tuple in place.
@@ -317,9 +319,13 @@ class Engine:
         sequences = [scheduled[index][0] for index in ready]
         choices = [sequence.request.sampling for sequence in sequences]
         indices = [sequence.generated for sequence in sequences]
+        kept = logits
+        if self._penalties.wanted(sequences):
+            inputs, generated = batch.tokens[batch.logit_rows], to_device(indices, torch.int64, logits.device)
+            kept = self._penalties.adjust(ops, logits, inputs, generated, sequences)
         tokens = sample(ops, logits, choices, indices) if ready else batch.tokens[:0]
         rows = ((sequence.number, sequence.generated) for sequence in sequences)
-        return batch.phase, Flight(rows, tokens, shown(ops, logits, tokens, (sequence.request for sequence in sequences)))
+        return batch.phase, Flight(rows, tokens, shown(ops, kept, tokens, (sequence.request for sequence in sequences)))
 
     def _feed(self, tokens: torch.Tensor, scheduled: Iterable[_Scheduled], before: Flight | None) -> None:
         """Copies tokens that are in flight, on the device, to their positions in the input of a pass."""

@@ -94,9 +94,9 @@ def one_of(*allowed: str) -> Field:
     return Field(" or ".join(map(repr, allowed)), lambda value: isinstance(value, str), lambda value: value in allowed)
 
 
-def instance(cls: type) -> Field:
-    """Returns a field for an instance of a class."""
-    return Field(f"a {cls.__name__}", lambda value: isinstance(value, cls))
+def instance(cls: type, expected: str | None = None) -> Field:
+    """Returns a field for an instance of a class. ``expected`` describes the instance; None: by the class's name."""
+    return Field(expected or f"a {cls.__name__}", lambda value: isinstance(value, cls))
 
 
 def optional(field: Field) -> Field:

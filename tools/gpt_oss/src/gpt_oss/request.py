@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from torch import Tensor
@@ -23,10 +23,10 @@ class Request:
         max_tokens: the most tokens to generate, at least 1.
         sampling: the sampling parameters; by default greedy.
         stop_tokens: token ids that end the text: a set or a sequence of ints. A generated stop token is the last reported token.
-        keep_logits: whether each event includes the logits from which its token was sampled.
+        keep_logits: whether each event includes the model's logits for its token. Penalties and biases do not change them.
         logprobs: if given, each event includes the log-probability of its token, and lists this many of the most likely tokens, 0
-            to 20 (`MOST_LISTED`). These are natural logarithms of the model's probabilities; temperature, top_k and top_p do not
-            change them.
+            to 20 (`MOST_LISTED`). These are natural logarithms of the model's probabilities; temperature, top_k, top_p, penalties
+            and biases do not change them.
     """
 
     prompt: Sequence[int]
@@ -98,6 +98,7 @@ def checked_request(request: Request, vocab_size: int, context: int) -> Request:
     COUNT.check("max_tokens", request.max_tokens)
     instance(Sampling).check("sampling", request.sampling)
     check_sampling(request.sampling)
+    sampling = _own(request.sampling, vocab_size)
     FLAG.check("keep_logits", request.keep_logits)
     optional(integer(0, min(MOST_LISTED, vocab_size))).check("logprobs", request.logprobs)
     prompt, stop_tokens = request.prompt, request.stop_tokens
@@ -115,11 +116,20 @@ def checked_request(request: Request, vocab_size: int, context: int) -> Request:
     return Request(
         _token_ids("prompt", prompt, vocab_size),
         request.max_tokens,
-        request.sampling,
+        sampling,
         frozenset(_token_ids("stop_tokens", stop_tokens, vocab_size)),
         request.keep_logits,
         request.logprobs,
     )
+
+
+def _own(sampling: Sampling, vocab_size: int) -> Sampling:
+    """Returns the sampling parameters with a copy of the biases. Raises ValueError for a biased token outside the vocabulary."""
+    if not sampling.logit_bias:
+        return sampling
+    bias = dict(sampling.logit_bias)
+    _token_ids("logit_bias", bias.keys(), vocab_size)
+    return replace(sampling, logit_bias=bias)  # checks the copy, too
 
 
 def _token_ids(name: str, values: Collection[int], vocab_size: int) -> tuple[int, ...]:

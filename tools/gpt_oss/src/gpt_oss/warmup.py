@@ -23,6 +23,7 @@ from gpt_oss.batch import Batch, Phase, Piece, make_batch
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.decoder import Decoder
 from gpt_oss.model import GptOss
+from gpt_oss.penalties import rehearse, widths
 from gpt_oss.sampling import Sampling, sample
 from gpt_oss.sequences import listed_tokens
 from tokenspeed_kernel import compilations
@@ -150,6 +151,9 @@ def warm_up(
             tokens = sample(model.ops, logits, [sampling] * rows, [0] * rows)
         for listed in (0, listed_tokens(logits)):
             model.ops.token_logprobs(logits, tokens, listed)
+        # Long lists are combined with one row only. All combinations would need much memory.
+        for width in widths(longest, model.config.vocab_size)[: 1 if rows > 1 else None]:
+            rehearse(model.ops, logits, width)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     done = WarmUp(len(passes), len(compilations(before)), time.perf_counter() - begun)
