@@ -8,7 +8,8 @@ and goes on to its next round by itself. Models that need all GPUs (tensor paral
 
 Engines of one model differ only in the plugin: they have the same settings of vLLM. Except for some variants of later rounds (see
 `ROUNDS`), they run on the same GPU. Each model's file in ``--folder`` is written whenever one of its engines is done, so a run that
-is cut off keeps what it has measured. A later run adds rows to the files of the folder. ``--show`` prints the rounds, and measures nothing.
+is cut off keeps what it has measured. A later run adds rows to the files of the folder. ``--show`` prints the rounds, and measures
+nothing.
 """
 
 from __future__ import annotations
