@@ -77,7 +77,8 @@ IDLE = {
     "verify_draft_probs": _DRAFTS,
     "verify_draft_tokens": _DRAFTS,
 }
-NAMESPACES = {"ops", "tk", "tokenspeed_kernel"}  # names by which the engines' sources refer to the operators
+# Names by which the engines' sources refer to the operators. vLLM's plugin also imports the core where it calls an operator.
+NAMESPACES = {"ops", "tk", "tokenspeed_kernel"}
 
 
 def callers_table() -> str:
@@ -117,12 +118,17 @@ def _called(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tokenspeed_kernel"):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).lower().rpartition(".")[2] in NAMESPACES:
+        elif isinstance(node, ast.Attribute) and _is_namespace(ast.unparse(node.value)):
             yield node.attr
         elif isinstance(node, ast.Call):
             yield from (each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "_" in node.value:
             yield node.value
+
+
+def _is_namespace(expression: str) -> bool:
+    """Returns whether a Python expression names the operators' module."""
+    return expression.lower().rpartition(".")[2] in NAMESPACES or expression == "import_module(CORE)"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def coverage_table(family: str) -> str:
 
 def _left_out(op: Operator[Any, Any], specs: list[KernelSpec]) -> str:
     """Formats and trait values that none of these kernels supports. Then the cases that are rejected only because of their
-    combination of traits.
+    combination of formats and traits.
     """
     formats: dict[str, None] = {}
     values: dict[str, set[Any]] = {}
@@ -46,7 +46,7 @@ def _left_out(op: Operator[Any, Any], specs: list[KernelSpec]) -> str:
             continue
         if any(not spec.trait_gaps(request.traits) for spec in taken):
             continue
-        alone = {name: value for name, value in request.traits.items() if all(_refuses(spec, {name: value}) for spec in taken)}
+        alone = {name: value for name, value in request.traits.items() if all(_refuses(spec, {name: value}) for spec in specs)}
         for name, value in alone.items():
             values.setdefault(name, set()).add(value)
         if not alone:

@@ -1,5 +1,5 @@
-"""Measures every family of operators and the best available baselines at the sizes of real models, on one GPU and within a time
-limit.
+"""Measures the families of operators in `families.py` and the best available baselines, at the sizes of real models, on one GPU and
+within a time limit.
 
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --site FOLDER --check --output sampling.json

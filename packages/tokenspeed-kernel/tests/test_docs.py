@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -29,6 +30,7 @@ from tokenspeed_kernel_base.hooks import HOOKS
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.platform import current_platform, named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.traits import at_most
 
 PACKAGE = Path(__file__).parents[1]
 ROOT = PACKAGE.parents[1]
@@ -210,6 +212,19 @@ def test_the_plots_are_on_pages(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ratio == fastest / ours, (name, case.case)
 
 
+def test_a_size_that_one_format_supports_is_not_listed_as_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    coverage = importlib.import_module("coverage_table")
+    op, spec = operator_module.get_operator("mha_prefill"), KernelRegistry.get().get_by_name("triton_mha_prefill")
+    fp8 = frozenset(found for found in spec.format_signatures or () if "float8" in str(found))
+    usual = dataclasses.replace(spec, format_signatures=(spec.format_signatures or frozenset()) - fp8)
+    narrow = dataclasses.replace(spec, format_signatures=fp8, traits={**spec.traits, "head_dim": at_most(64)})
+    listed = coverage._left_out(op, [usual, narrow]).split("<br>")
+    assert not any(entry.startswith("head_dim") for entry in listed)
+    assert "fp8, head_dim 96" in listed[-1].removeprefix("these together: ").split("; ")
+    assert "head_dim 80, 96, 128, 192, 256" in coverage._left_out(op, [narrow]).split("<br>")
+
+
 def test_backends_are_listed_in_the_order_of_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     backends = importlib.import_module("backends_table")
@@ -224,6 +239,7 @@ def test_callers_are_found_in_the_sources(monkeypatch: pytest.MonkeyPatch) -> No
     callers = {re.findall(r"`(\w+)`", line)[0]: line.rpartition("| ")[2] for line in lines[2:]}
     assert callers["moe_apply"] == "GPT-OSS runtime, vLLM, SGLang, transformers |"  # found as an attribute, or as a text
     assert callers["mla_prefill"] == "vLLM, SGLang |"
+    assert callers["rmsnorm"].startswith("GPT-OSS runtime, vLLM, SGLang")  # vLLM's: an attribute of an imported module
     assert callers["bmm"] == "none |"
     assert len(callers) == len(operator_module.operators())
 

@@ -6,9 +6,10 @@ An engine takes a minute or more to start, and about 20 s to measure. So the eng
 start side by side. When all have started, they are measured one after another, alone on their GPU. Each GPU has its own CPU cores,
 and goes on to its next round by itself. Models that need all GPUs (tensor parallelism) start one after another, before all others.
 
-Engines of one model differ only in the plugin: they have the same settings of vLLM, and run on the same GPU. Each model's file in
-``--folder`` is written whenever one of its engines is done, so a run that is cut off keeps what it has measured. A later run adds
-rows to the files of the folder. ``--show`` prints the rounds, and measures nothing.
+Engines of one model differ only in the plugin: they have the same settings of vLLM. Except for some variants of later rounds (see
+`ROUNDS`), they run on the same GPU. Each model's file in ``--folder`` is written whenever one of its engines is done, so a run that
+is cut off keeps what it has measured. A later run adds rows to the files of the folder. ``--show`` prints the rounds, and measures
+nothing.
 """
 
 from __future__ import annotations
