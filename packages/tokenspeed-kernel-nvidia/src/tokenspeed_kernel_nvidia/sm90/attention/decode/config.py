@@ -195,6 +195,8 @@ def config_of(
         # 192/128: 91.7, 91.4. With head dims of 96 and 80, swap-AB is no faster: 96: 80.1, 79.3; 80: 82.6, 82.4.
         return Config(dtype, *widths, min(16, page_size), rows, work not in SHORT, 16, 2, 1, fp8, capped, swap_ab=True)
     block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
+    if deep(head_dim, page_size, rows, work, fp8):
+        block, resident = 32, 1
     if page_size == 1 and not fp8 and (rows == 16 or head_dim == 128):
         block = max(16, block // 2)  # gathering by cp.async takes registers, so tiles are smaller
     return Config(dtype, *widths, min(block, page_size), rows, work not in SHORT, block, resident, heads, fp8, capped)
@@ -209,6 +211,17 @@ def paired(head_dim: int, v_head_dim: int, page_size: int, rows: int, work: Work
     keys, and 155.0 us with three CTAs per SM.
     """
     return fp8 and rows == 8 and head_dim == v_head_dim == 64 and page_size > 1 and work in ("much", "long")
+
+
+def deep(head_dim: int, page_size: int, rows: int, work: Work, fp8: bool) -> bool:
+    """Whether one CTA per SM, with tiles of 32 keys, has all of the SM's shared memory as its ring.
+
+    Microseconds back to back with cold caches (`benchmarks/h200_decode_tiles.py`), for 32 keys and one CTA per SM, for 64 keys and
+    one CTA, and for 64 keys and two CTAs: 16 x 1088 tokens 12.0, 12.4, 16.9; 64 x 1088 40.6, 41.2, 43.7; 256 x 1088 146.1, 148.4,
+    146.7; 4 x 32768 67.8, 68.7, 70.6. With fewer CTAs, fewer sequences are split: with 8 KV heads there are 16 groups of CTAs
+    instead of 33.
+    """
+    return not fp8 and rows == 8 and head_dim == 64 and page_size > 1 and work == "much"
 
 
 def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> tuple[int, int, int]:
@@ -233,8 +246,7 @@ def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> t
         # sequence of 2048 tokens) 6.50, 6.81; 1 x 8K 9.45, 10.33; 1 x 33K 21.0, 22.1; 1 x 131K 66.2, 70.8. One CTA per SM, with a
         # ring in all of shared memory, is about as fast: 6.43, 9.42, 21.1, 67.1.
         return (16 if fp8 and rows > 16 else 32), 2, 1
-    # Microseconds with 64 keys per tile, with 32 keys, and with three CTAs per SM: 64 x 1K 42.9, 46.4, 46.7; 16 x 8K 74.6, 74.3,
-    # 74.3. With 16 keys and with 64 keys: 1 x 1K 6.53, 6.74.
+    # With 16 keys per tile and with 64 keys: 1 x 1K 6.53, 6.74 us.
     return 16 if work == "little" else 64, 2, 1
 
 

@@ -1,7 +1,7 @@
 """Decode on Hopper: attention of the newest tokens of each sequence to a paged KV cache.
 
 Decode is memory-bound, so every SM needs work, and many K/V tiles in flight, from beginning to end. The kernel is persistent. The
-CTAs of all KV heads form a *group*. There are as many groups as fit on the SMs at once (usually two CTAs per SM). The K/V tiles of
+CTAs of all KV heads form a *group*. There are as many groups as fit on the SMs at once (one or two CTAs per SM). The K/V tiles of
 all sequences, concatenated, are divided into one equal range per group. The division is computed on the device from cache_seqlens,
 so a captured CUDA graph stays correct and balanced when lengths change.
 
