@@ -4,10 +4,10 @@
     python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
 
 Most files are results of ``python -m gpt_oss benchmark``: ``h200_many.json``, ``h200_few.json``, ``h200_two.json``,
-``h200_long_one.json``, ``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_20b_one.json``, ``h200_20b.json``,
+``h200_long_one.json``, ``h200.json``, ``h200_long.json``, ``h200_20b_one.json``, ``h200_20b.json``,
 ``h200_variants.json``, ``h200_fp8_activations.json``, ``h200_dense_one.json`` and ``h200_dense.json``.
-``beside_vllm.json`` is a result of `beside_vllm.py`. Missing results are omitted. A decode step that several results have is shown
-from the first of them, and a prefill likewise.
+``beside_vllm.json`` and ``beside_vllm_first.json`` are results of `beside_vllm.py`. Missing results are omitted. A decode step that
+several results have is shown from the first of them, and a prefill likewise.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def section() -> str:
     """Returns the text between the README's two markers."""
     lines: list[str] = []
     few = list(_results("h200_many", "h200_few", "h200_two", "h200_long_one"))
-    measured = list(_results("h200", "h200_greedy", "h200_long"))
+    measured = list(_results("h200", "h200_long"))
     if measured:
         lines += made_on(measured[0]) + decode(few + measured) + [""] + prefill(few[:2] + measured[:1])
         lines += [
@@ -215,8 +215,10 @@ def section() -> str:
             "",
         ]
         lines += [*variants(result), "", *prefill([result])]
-    for result in _results("beside_vllm"):
-        lines += ["", "Compared with vLLM on the same GPU, with the same weights and prompts, greedy:", "", *beside_vllm(result)]
+    for result in _results("beside_vllm", "beside_vllm_first"):
+        commit = result["ours"]["metadata"]["git_commit"][:8]
+        heading = f"Compared with vLLM on the same GPU, with the same weights and prompts, greedy, commit {commit}:"
+        lines += ["", heading, "", *beside_vllm(result)]
     return "\n".join(lines)
 
 
