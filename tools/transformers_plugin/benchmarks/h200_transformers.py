@@ -1,5 +1,5 @@
 """Measures tokens per second of `generate` with Llama-3.1-8B and random weights on one H200. The baselines are sdpa and eager
-attention.
+attention, and FlashAttention by name.
 
     python tools/transformers_plugin/benchmarks/h200_transformers.py --output h200_transformers.json
     python tools/transformers_plugin/benchmarks/h200_transformers.py --device cpu --tiny --tokens 4 --prompts 24 --batches 1 2
@@ -10,7 +10,7 @@ second, from the difference between a call that generates ``--tokens`` tokens an
 medians of ``--repeats`` calls. On a GPU, ``graph`` is the same for decode steps with a static cache that are replayed as a CUDA
 graph, so that Python takes no time: it shows what a step takes on the device. Before a variant is measured, its first logits
 are compared with those of sdpa. If the logits differ, the variant's row says so. A variant that runs out of memory has no
-figures. ``--output`` is written after each row, so a run that is cut off keeps its rows.
+figures. Nor has a variant whose package is missing. ``--output`` is written after each row, so a run that is cut off keeps its rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
     "tokenspeed attention": ("sdpa", {"attention": True, "norms": False, "gated_mlps": False}),
     "tokenspeed norms and MLPs": ("sdpa", {"attention": False}),
     "tokenspeed": ("sdpa", {}),
+    # These need a GPU and the distributions flash-attn-3 and flash-attn-4.
+    "flash_attention_3": ("flash_attention_3", None),
+    "flash_attention_4": ("flash_attention_4", None),
 }
+USUAL = [name for name in VARIANTS if not name.startswith("flash")]
 # The largest allowed difference between a variant's first logits and sdpa's: a root mean square, in standard deviations of the
 # logits.
 _TOLERANCE = 0.05
@@ -71,7 +75,7 @@ _TOLERANCE = 0.05
 def parser_of() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=USUAL)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--prompts", nargs="+", type=int, default=[1024, 8192], help="tokens of each prompt")
     parser.add_argument("--caches", nargs="+", choices=["dynamic", "static"], default=["dynamic"])
@@ -180,7 +184,12 @@ def main(words: Sequence[str]) -> list[dict[str, Any]]:
     measured_on["transformers"] = transformers.__version__
     for variant in given.variants:
         attention, parts = VARIANTS[variant]
-        model = build(given, attention)
+        try:
+            model = build(given, attention)
+        except ImportError as error:
+            rows.append({"variant": variant, "problem": str(error).splitlines()[0]})
+            print(*rows[-1].values(), sep="  ", flush=True)
+            continue
         if parts is not None:
             print(tokenspeed_kernel_transformers.enable(model, **parts))
         for batch in given.batches:

@@ -29,11 +29,24 @@ def test_every_variant(program: Any, tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     sizes = ["--tokens", "2", "--repeats", "1", "--prompts", "8", "--batches", "2", "--caches", "dynamic", "static"]
     rows = program.main(["--device", "cpu", "--tiny", *sizes, "--output", str(output)])
-    assert [row["variant"] for row in rows] == [name for name in program.VARIANTS for _ in range(2)]
+    assert [row["variant"] for row in rows] == [name for name in program.USUAL for _ in range(2)]
     assert all(row["error"] < 0.05 and row["prefill"] > 0 and row["decode"] > 0 for row in rows)
     found = json.loads(output.read_text())
     assert found["rows"] == rows
     assert found["measured_on"]["transformers"]
+
+
+def test_a_variant_whose_package_is_missing(program: Any, tmp_path: Path) -> None:
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("FlashAttention is installed")
+    output = tmp_path / "results.json"
+    sizes = ["--tokens", "2", "--repeats", "1", "--prompts", "8", "--batches", "1"]
+    variants = ["--variants", "flash_attention_4", "sdpa"]
+    missing, measured = program.main(["--device", "cpu", "--tiny", *sizes, *variants, "--output", str(output)])
+    assert missing["variant"] == "flash_attention_4"
+    assert "FlashAttention4" in missing["problem"].replace(" ", "")
+    assert measured["prefill"] > 0
+    assert json.loads(output.read_text())["rows"] == [missing, measured]
 
 
 def test_a_run_that_is_cut_off_keeps_its_rows(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
