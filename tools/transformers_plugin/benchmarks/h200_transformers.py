@@ -10,7 +10,7 @@ second, from the difference between a call that generates ``--tokens`` tokens an
 medians of ``--repeats`` calls. On a GPU, ``graph`` is the same for decode steps with a static cache that are replayed as a CUDA
 graph, so that Python takes no time: it shows what a step takes on the device. Before a variant is measured, its first logits
 are compared with those of sdpa. If the logits differ, the variant's row says so. A variant that runs out of memory has no
-figures. Nor has a variant whose package is missing. ``--output`` is written after each row, so a run that is cut off keeps its rows.
+figures, nor has one whose package is missing. ``--output`` is written after each row, so a run that is cut off keeps its rows.
 """
 
 from __future__ import annotations
