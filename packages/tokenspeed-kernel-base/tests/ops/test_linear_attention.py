@@ -3,6 +3,7 @@ states."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -157,3 +158,11 @@ def test_padding_starts_from_zeros_and_writes_nothing() -> None:
     assert not torch.equal(states[1], before[1])
     gated_delta_rule_decode(**arguments, states=before, state_slots=ints(0, 1), output_slots=ints(-1, -1, -1, -1).view(2, 2))
     assert torch.equal(before, initial_states(2))
+
+
+def test_raw_gates_of_float64_are_exact_beyond_the_threshold_of_torch() -> None:
+    # torch.nn.functional.softplus returns its argument above 20, which is off by 1e-10 there.
+    one, zero = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    states, no_decay = one.clone(), torch.zeros(1, dtype=torch.float64)
+    got = gated_delta_rule_decode(one, zero, zero, 20.5 * one[0], zero[0], states, ints(0), A_log=no_decay, scale=1.0)
+    assert got.item() == pytest.approx(1 / (1 + math.exp(20.5)), rel=1e-14, abs=0)

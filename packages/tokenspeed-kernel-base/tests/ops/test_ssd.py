@@ -145,3 +145,10 @@ def decode() -> dict[str, Any]:
 def test_they_are_proper_custom_operators(check_custom_op: Callable[[Any, dict[str, Any]], None]) -> None:
     check_custom_op(ssd_prefill, prefill())
     check_custom_op(ssd_decode, decode())
+
+
+def test_step_sizes_of_float64_are_exact_beyond_the_threshold_of_torch() -> None:
+    # torch.nn.functional.softplus returns its argument above 20, which is off by 1e-10 there.
+    dt, ones = torch.tensor([[20.5]], dtype=F64), torch.ones(1, 1, 1, dtype=F64)
+    got = ssd_prefill(ones, dt, -ones.flatten(), ones, ones, ints(0, 1), states(0)[:, :1, :1, :1], ints(-1), dt_softplus=True)
+    assert got.item() == pytest.approx(math.log1p(math.exp(20.5)), rel=1e-15, abs=0)
