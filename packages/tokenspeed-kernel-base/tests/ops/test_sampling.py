@@ -177,6 +177,18 @@ def test_weights_are_powers_of_e(temperature: float) -> None:
     assert bool(((got - exact).abs() <= 3 + exact * 2.0**-19).all())
 
 
+def test_weights_of_float32_logits_are_within_the_documented_error() -> None:
+    # The distance, the scale and their product are each rounded to float32. The errors are largest where the exponent is just below
+    # -16 and the three roundings have the same sign.
+    torch.manual_seed(0)
+    temperature, largest = torch.rand(1_000_000) + 0.5, torch.randn(1_000_000) * 10
+    logits = (largest.double() - temperature.double() * (11.1 + 3 * torch.rand(1_000_000))).float()
+    exact = 2.0**40 * torch.exp((logits.double() - largest.double()) / temperature.double())
+    error = (weights(logits - largest, scale_of(temperature)) - exact.floor()).abs()
+    assert bool((error <= (exact * 2.0**-18).clamp(min=3)).all())
+    assert bool((error > (exact * 2.0**-19).clamp(min=3)).any())
+
+
 # The logits have few distinct values, so that ties are common. top_p is a dyadic fraction, so that prefixes often have exactly this
 # probability.
 LOGITS = st.one_of(st.sampled_from([0.0, 1.0, 2.0, -INF]), st.floats(-20, 20, width=32))
