@@ -3,6 +3,7 @@ states."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -112,6 +113,34 @@ def test_raw_gates_and_lengths_are_what_layers_compute(gate: str) -> None:
     out = gated_delta_rule_decode(**batch, states=states, state_slots=ints(0), qk_l2norm=True, scale=0.7)
     torch.testing.assert_close(out[0], expected)
     torch.testing.assert_close(states[0], final)
+
+
+@pytest.mark.parametrize(
+    ("model", "function"),
+    [
+        ("qwen3_next", "torch_chunk_gated_delta_rule"),
+        ("qwen3_next", "torch_recurrent_gated_delta_rule"),
+        ("kimi_linear", "chunk_kimi_delta_attention"),
+        ("kimi_linear", "recurrent_kimi_delta_attention"),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 64, 131])
+def test_it_is_the_layer_of_transformers(model: str, function: str, length: int) -> None:
+    published = getattr(pytest.importorskip(f"transformers.models.{model}.modeling_{model}"), function, None)
+    if published is None:
+        pytest.skip(f"this transformers has no {function}")
+    drawn = {name: x.float() for name, x in tokens_of(length, "head" if model == "qwen3_next" else "channel", seed=length).items()}
+    states = initial_states().float()
+    q, k, v, g, beta = (drawn[name].unsqueeze(0) for name in ("q", "k", "v", "g", "beta"))
+    q, k = (x.repeat_interleave(V_HEADS // HEADS, dim=2) for x in (q, k))
+    options: dict[str, Any] = {"initial_state": states.clone(), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    expected, final = inspect.unwrap(published)(q, k, v, g, beta, **options)
+    cu_seqlens, every = ints(0, length), torch.tensor([True])
+    out = gated_delta_rule_prefill(
+        **drawn, states=states, cu_seqlens=cu_seqlens, state_slots=ints(0), has_initial_state=every, qk_l2norm=True
+    )
+    torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(states, final.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_prompt_in_parts_is_the_prompt() -> None:
