@@ -50,8 +50,9 @@ def merge_token_logprobs(
         lse_out: receives the merged lse.
 
     Returns:
-        The result of `token_logprobs` for all logits: float32 ``[rows]``, float32 ``[rows, top_k]``, int32 ``[rows, top_k]`` and
-        float32 ``[rows]``.
+        The result of `token_logprobs` for all logits, up to rounding: float32 ``[rows]``, float32 ``[rows, top_k]``, int32
+        ``[rows, top_k]`` and float32 ``[rows]``. Logits that differ, but are equal once divided by the temperature and rounded to
+        float32, count as equal here; `token_logprobs` still orders them.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are not checked.
