@@ -52,6 +52,16 @@ def test_pages_are_cleared_and_nothing_else_changes(pages: list[int], dtype: tor
     assert torch.equal(bits(cache), bits(expected))
 
 
+@given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=3, max_size=3), max_size=4), st.sampled_from([1, 2, 3, 64]))
+def test_each_large_page_becomes_the_small_pages_that_it_holds(table: list[list[int]], factor: int) -> None:
+    table = [[min(page, 2**31 // factor - 1) for page in row] for row in table]
+    expected = [[page * factor + i if page >= 0 else -1 for page in row for i in range(factor)] for row in table]
+    got = expand_page_table(torch.tensor(table, dtype=torch.int32).view(-1, 3), factor)
+    assert got.dtype == torch.int32
+    assert got.shape == (len(table), 3 * factor)
+    assert got.tolist() == expected
+
+
 @pytest.mark.parametrize("factor", [1, 2, 4])
 def test_attention_to_small_pages_is_attention_to_large_ones(factor: int) -> None:
     torch.manual_seed(0)

@@ -17,8 +17,10 @@ from tokenspeed_kernel_base.ops.attention.dsa_select_with_kvcache import dsa_sel
 from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
 from tokenspeed_kernel_base.ops.attention.mla_sparse_with_kvcache import mla_sparse_with_kvcache
 from tokenspeed_kernel_base.ops.attention.top_k_indices import top_k_indices
+from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
 from tokenspeed_kernel_base.ops.kvcache.positions_to_slots import positions_to_slots
 from tokenspeed_kernel_base.ops.kvcache.store_index_k_cache import store_index_k_cache
+from tokenspeed_kernel_base.ops.norm.layernorm import layernorm
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 
 RANK, ROPE, HEADS = 8, 4, 3
@@ -162,6 +164,30 @@ def test_positions_become_slots(q_lens: list[int], page_size: int, pages: int) -
         for at, position in enumerate(positions[token].tolist()):
             page = int(page_table[sequence, position // page_size]) if 0 <= position < pages * page_size else -1
             assert int(got[token, at]) == (page * page_size + position % page_size if page >= 0 else -1)
+
+
+def test_the_indexer_of_transformers_selects_the_same_positions() -> None:
+    modeling = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
+    from transformers import DeepseekV32Config
+
+    torch.manual_seed(0)
+    tokens, heads, dim, rope_dim, top_k = 40, 16, 16, 8, 7  # with few heads, many scores are 0 and tie
+    sizes = {"index_n_heads": heads, "index_head_dim": dim, "index_topk": top_k, "qk_rope_head_dim": rope_dim}
+    indexer = modeling.DeepseekV32Indexer(DeepseekV32Config(hidden_size=32, q_lora_rank=24, num_attention_heads=4, **sizes), 0)
+    for parameter in indexer.parameters():
+        torch.nn.init.normal_(parameter)
+    x, q_latent, positions = torch.randn(tokens, 32), torch.randn(tokens, 24), torch.arange(tokens)
+    angles = positions.unsqueeze(1) * 10000.0 ** -(torch.arange(rope_dim // 2) / (rope_dim // 2))
+    embeddings = (torch.cat((f(angles), f(angles)), -1).unsqueeze(0) for f in (torch.cos, torch.sin))
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    with torch.no_grad():
+        expected = indexer(x.unsqueeze(0), q_latent.unsqueeze(0), tuple(embeddings), seen, None)[0]
+        q, weights = (q_latent @ indexer.wq_b.weight.t()).view(tokens, heads, dim), x @ indexer.weights_proj.weight.t()
+        k = layernorm(x @ indexer.wk.weight.t(), indexer.k_norm.weight, indexer.k_norm.bias, 1e-6)
+    q, k = apply_rope(q, k.unsqueeze(1), positions, torch.cat((angles.cos(), angles.sin()), -1))
+    scores, lengths = dsa_indexer_scores(q, k.squeeze(1), weights * heads**-0.5 * dim**-0.5, ints(0, tokens))
+    selected = top_k_indices(scores, top_k, lengths=lengths)
+    assert selected[top_k:].tolist() == expected[top_k:].sort().values.tolist()
 
 
 def test_sparse_attention_is_dense_if_all_positions_are_selected() -> None:

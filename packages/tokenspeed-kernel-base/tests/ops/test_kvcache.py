@@ -114,6 +114,14 @@ def test_an_fp8_cache_rounds_ties_to_even_and_keeps_nan() -> None:
     assert stored[5].isnan()
 
 
+def test_float64_values_are_rounded_to_float32_before_they_are_rounded_to_fp8() -> None:
+    # 1.0625 is halfway between 1 and 1.125. PyTorch's conversion from float64 also takes two steps.
+    k = torch.full((1, 1, 1), 1.0625 + 2.0**-40, dtype=torch.float64)
+    k_cache, v_cache = (torch.zeros(1, 1, 1, 1).to(torch.float8_e4m3fn) for _ in range(2))
+    store_kv_cache(k, k, k_cache, v_cache, torch.tensor([0]))
+    assert k_cache.item() == k.to(torch.float8_e4m3fn).item() == 1.0
+
+
 def test_scales_may_differ_between_k_and_v() -> None:
     k = v = torch.full((1, 2, 1), 8.0)
     k_cache, v_cache = (torch.zeros(1, 1, 2, 1).to(torch.float8_e4m3fn) for _ in range(2))

@@ -3,6 +3,8 @@ states."""
 
 from __future__ import annotations
 
+import inspect
+import math
 from typing import Any
 
 import pytest
@@ -113,6 +115,34 @@ def test_raw_gates_and_lengths_are_what_layers_compute(gate: str) -> None:
     torch.testing.assert_close(states[0], final)
 
 
+@pytest.mark.parametrize(
+    ("model", "function"),
+    [
+        ("qwen3_next", "torch_chunk_gated_delta_rule"),
+        ("qwen3_next", "torch_recurrent_gated_delta_rule"),
+        ("kimi_linear", "chunk_kimi_delta_attention"),
+        ("kimi_linear", "recurrent_kimi_delta_attention"),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 64, 131])
+def test_it_is_the_layer_of_transformers(model: str, function: str, length: int) -> None:
+    published = getattr(pytest.importorskip(f"transformers.models.{model}.modeling_{model}"), function, None)
+    if published is None:
+        pytest.skip(f"this transformers has no {function}")
+    drawn = {name: x.float() for name, x in tokens_of(length, "head" if model == "qwen3_next" else "channel", seed=length).items()}
+    states = initial_states().float()
+    q, k, v, g, beta = (drawn[name].unsqueeze(0) for name in ("q", "k", "v", "g", "beta"))
+    q, k = (x.repeat_interleave(V_HEADS // HEADS, dim=2) for x in (q, k))
+    options: dict[str, Any] = {"initial_state": states.clone(), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    expected, final = inspect.unwrap(published)(q, k, v, g, beta, **options)
+    cu_seqlens, every = ints(0, length), torch.tensor([True])
+    out = gated_delta_rule_prefill(
+        **drawn, states=states, cu_seqlens=cu_seqlens, state_slots=ints(0), has_initial_state=every, qk_l2norm=True
+    )
+    torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(states, final.float(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_prompt_in_parts_is_the_prompt() -> None:
     arguments = tokens_of(9, "channel")
     parts = [{name: x[part] for name, x in arguments.items()} for part in (slice(0, 4), slice(4, 7), slice(7, 9))]
@@ -157,3 +187,11 @@ def test_padding_starts_from_zeros_and_writes_nothing() -> None:
     assert not torch.equal(states[1], before[1])
     gated_delta_rule_decode(**arguments, states=before, state_slots=ints(0, 1), output_slots=ints(-1, -1, -1, -1).view(2, 2))
     assert torch.equal(before, initial_states(2))
+
+
+def test_raw_gates_of_float64_are_exact_beyond_the_threshold_of_torch() -> None:
+    # torch.nn.functional.softplus returns its argument above 20, which is off by 1e-10 there.
+    one, zero = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    states, no_decay = one.clone(), torch.zeros(1, dtype=torch.float64)
+    got = gated_delta_rule_decode(one, zero, zero, 20.5 * one[0], zero[0], states, ints(0), A_log=no_decay, scale=1.0)
+    assert got.item() == pytest.approx(1 / (1 + math.exp(20.5)), rel=1e-14, abs=0)

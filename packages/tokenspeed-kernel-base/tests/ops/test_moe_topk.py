@@ -116,6 +116,47 @@ def test_gpt_oss_router_of_transformers() -> None:
     torch.testing.assert_close(weights, scores)
 
 
+# The names of a transformers model, its router and its configuration; the configuration's name of the number of experts; and the
+# operator's options for this router.
+ROUTERS: list[tuple[str, str, str, str, dict[str, Any]]] = [
+    ("deepseek_v2", "DeepseekV2TopkRouter", "DeepseekV2Config", "n_routed_experts", {"renormalize": False}),
+    ("deepseek_v3", "DeepseekV3TopkRouter", "DeepseekV3Config", "n_routed_experts", {"scoring": "sigmoid"}),
+    ("deepseek_v4", "DeepseekV4TopKRouter", "DeepseekV4Config", "num_local_experts", {"scoring": "sqrtsoftplus"}),
+    ("mixtral", "MixtralTopKRouter", "MixtralConfig", "num_local_experts", {}),
+    ("qwen3_moe", "Qwen3MoeTopKRouter", "Qwen3MoeConfig", "num_experts", {"renormalize": False}),
+]
+
+
+@pytest.mark.parametrize(("model", "router", "config", "experts", "options"), ROUTERS, ids=lambda value: str(value)[:20])
+def test_routers_of_transformers(model: str, router: str, config: str, experts: str, options: dict[str, Any]) -> None:
+    modeling = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    if not hasattr(modeling, router):
+        pytest.skip(f"this transformers has no {router}")
+    import transformers
+
+    torch.manual_seed(0)
+    common = {"hidden_size": 64, "num_attention_heads": 1, experts: 16, "num_experts_per_tok": 3}
+    if model in ("deepseek_v2", "deepseek_v3"):
+        groups: dict[str, Any] = {"num_groups": 4, "top_groups": 2, "scaling_factor": 2.5}
+        common |= {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "topk_method": "group_limited_greedy"}
+    else:
+        groups = {}
+    settings_of_router = getattr(transformers, config)(**common)
+    if model == "deepseek_v4":
+        groups = {"scaling_factor": settings_of_router.routed_scaling_factor}
+    module = getattr(modeling, router)(settings_of_router)
+    torch.nn.init.normal_(module.weight, std=0.2)
+    bias = getattr(module, "e_score_correction_bias", None)
+    if bias is not None:
+        torch.nn.init.normal_(bias, std=0.3)
+    x = torch.randn(200, 64)
+    with torch.no_grad():
+        *_, expected, indices = module(x)
+        weights, ids = moe_topk(x @ module.weight.t(), 3, correction_bias=bias, **options, **groups)
+    spread = torch.zeros(200, 16)
+    torch.testing.assert_close(spread.scatter(1, ids.long(), weights), spread.scatter(1, indices, expected), rtol=1e-4, atol=1e-6)
+
+
 def test_renormalised_softmax_is_softmax_over_the_chosen() -> None:
     logits = torch.randn(20, 32) * 4
     weights, ids = moe_topk(logits, 5)

@@ -290,3 +290,16 @@ def test_gated_rmsnorm_is_its_formula(activation: str, norm_before_gate: bool) -
     expected = expected * factor if norm_before_gate else expected
     got = rmsnorm_gated(x, gate, weight, activation=activation, norm_before_gate=norm_before_gate)
     torch.testing.assert_close(got, expected)
+
+
+def test_gated_rmsnorm_is_that_of_mamba2_and_of_qwen3_next() -> None:
+    mamba = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    torch.manual_seed(0)
+    x, gate = torch.randn(7, 48), 3 * torch.randn(7, 48)
+    norm = qwen.Qwen3NextRMSNormGated(48, eps=1e-3)
+    torch.nn.init.normal_(norm.weight)
+    torch.testing.assert_close(rmsnorm_gated(x, gate, norm.weight.detach(), 1e-3), norm(x, gate).detach())
+    grouped = mamba.MambaRMSNormGated(48, group_size=12, eps=1e-3)
+    got = rmsnorm_gated(x.view(7, 4, 12), gate.view(7, 4, 12), torch.ones(12), 1e-3, norm_before_gate=False)
+    torch.testing.assert_close(got.view(7, 48), grouped(x, gate).detach())

@@ -4,6 +4,7 @@ tests."""
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +176,18 @@ def test_weights_are_powers_of_e(temperature: float) -> None:
     assert got[0] == 2**40
     assert got.min() == 0
     assert bool(((got - exact).abs() <= 3 + exact * 2.0**-19).all())
+
+
+def test_weights_of_float32_logits_are_within_the_documented_error() -> None:
+    # The distance, the scale and their product are each rounded to float32. The errors are largest where the exponent is just below
+    # -16 and the three roundings have the same sign.
+    torch.manual_seed(0)
+    temperature, largest = torch.rand(1_000_000) + 0.5, torch.randn(1_000_000) * 10
+    logits = (largest.double() - temperature.double() * (11.1 + 3 * torch.rand(1_000_000))).float()
+    exact = 2.0**40 * torch.exp((logits.double() - largest.double()) / temperature.double())
+    error = (weights(logits - largest, scale_of(temperature)) - exact.floor()).abs()
+    assert bool((error <= (exact * 2.0**-18).clamp(min=3)).all())
+    assert bool((error > (exact * 2.0**-19).clamp(min=3)).any())
 
 
 # The logits have few distinct values, so that ties are common. top_p is a dyadic fraction, so that prefixes often have exactly this
@@ -396,6 +409,28 @@ def test_probabilities_are_the_restricted_softmax(top_k: int, top_p: float) -> N
     got = probs_of(logits, top_k=top_k, top_p=top_p)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-11)
     assert torch.equal(got > 0, wanted > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_probabilities_are_those_of_transformers(dtype: torch.dtype) -> None:
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    # Requests are drawn from a fixed seed: rounding may decide about a token whose probability is that of a limit.
+    draw = random.Random(0)
+    for _ in range(150):
+        vocab = draw.choice([1, 2, 7, 60])
+        # The logits are distinct: transformers keeps all tokens that tie with the last one.
+        logits = torch.tensor([(i - vocab // 3) / 8 for i in draw.sample(range(vocab), vocab)], dtype=dtype)
+        logits[draw.sample(range(vocab), draw.randrange(vocab))] = -INF
+        temperature, top_k = draw.choice([0.05, 0.5, 1.0, 3.0]), draw.choice([0, 1, vocab // 2, vocab, vocab + 3])
+        top_p, min_p = draw.choice([0.05, 0.5, 0.9, 1.0]), draw.choice([0.0, 0.02, 0.3, 1.0])
+        request = torch.tensor([[temperature], [top_p], [min_p]])
+        temperature, top_p, min_p = request.flatten().tolist()  # rounded to float32
+        expected = warpers.TemperatureLogitsWarper(temperature)(None, logits.double().unsqueeze(0))
+        expected = warpers.MinPLogitsWarper(min_p)(None, expected) if min_p else expected
+        expected = warpers.TopKLogitsWarper(top_k)(None, expected) if top_k else expected
+        expected = warpers.TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected
+        got = top_k_top_p_probs(logits.unsqueeze(0), request[0], torch.tensor([top_k], dtype=torch.int32), request[1], request[2])
+        torch.testing.assert_close(got.double(), expected.softmax(-1), rtol=2e-5, atol=1e-11)
 
 
 def test_min_p_leaves_out_what_is_less_probable() -> None:

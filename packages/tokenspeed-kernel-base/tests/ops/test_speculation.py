@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,78 @@ def test_greedy_verification_is_greedy_decoding(nodes: int, seed: int, data: st.
     assert walk[0] == 0
     assert all(tree[after] == before for before, after in itertools.pairwise(walk))
     assert not any(tree[node] == walk[-1] and drafts[node] == decoded[-1] for node in range(1, nodes)), "it might have gone on"
+
+
+def drawn_tree(draw: random.Random, nodes: int) -> list[int]:
+    """Draws the parents of a tree; some are outside 0 to i - 1, so their nodes are absent."""
+    return [draw.randrange(i) if i and draw.random() < 0.9 else draw.choice([-1, -7, i, nodes + 3]) for i in range(nodes)]
+
+
+def children(tree: list[int], node: int) -> list[int]:
+    return [i for i, parent in enumerate(tree) if parent == node and node < i]
+
+
+def test_matching_tokens_are_those_of_a_walk_node_by_node() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        nodes, vocab = draw.choice([1, 2, 5, 12]), draw.choice([1, 2, 3])
+        tree = drawn_tree(draw, nodes)
+        target, drafts = ([draw.randrange(low, vocab) for _ in range(nodes)] for low in (0, -1))
+        path = [0]
+        while following := [i for i in children(tree, path[-1]) if drafts[i] == target[path[-1]]]:
+            path.append(following[0])
+        got = verify_draft_tokens(torch.tensor([target]), torch.tensor([drafts]), torch.tensor([tree], dtype=torch.int32))
+        padding = [-1] * (nodes - len(path))
+        assert [x.tolist() for x in got] == [[[target[i] for i in path] + padding], [path + padding], [len(path)]]
+
+
+def walk(p: Tensor, q: Tensor, drafts: list[int], tree: list[int], numbers: list[float]) -> tuple[list[int], list[int], float]:
+    """Follows steps 1 to 3 of the docstring of `verify_draft_probs` for one sequence. Returns the emitted tokens, the path, and how
+    close the nearest decision was."""
+    path, emitted, closest = [0], [], 1.0
+    while True:
+        node = path[-1]
+        residual, accepted = p[node].clone(), None
+        for child in children(tree, node) if node < len(q) else []:
+            token = drafts[child]
+            if not 0 <= token < p.shape[1]:
+                continue
+            margin = float(residual[token] - numbers[child] * q[node, token])
+            closest = min(closest, abs(margin))
+            if margin > 0:
+                accepted = child
+                break
+            residual = (residual - q[node]).clamp(min=0)
+            closest = min(closest, float(residual.sum()))
+            residual = residual / residual.sum()
+        if accepted is None:
+            break
+        path.append(accepted)
+        emitted.append(drafts[accepted])
+    cumulative = residual.cumsum(0) / residual.sum()
+    closest = min(closest, float((cumulative - numbers[0]).abs().min()))
+    return [*emitted, int((cumulative <= numbers[0]).sum())], path, closest
+
+
+def test_accepted_and_replaced_drafts_are_those_of_a_walk_node_by_node() -> None:
+    torch.manual_seed(0)
+    draw, decided = random.Random(0), 0
+    for _ in range(300):
+        nodes, vocab = draw.choice([1, 2, 4, 9]), draw.choice([2, 3, 7])
+        inner = draw.choice([0, 1, nodes - 1, nodes])
+        target, draft = (torch.softmax(torch.randn(1, n, vocab) * draw.choice([0.3, 1, 3]), -1) for n in (nodes, inner))
+        tree, drafts = drawn_tree(draw, nodes), [draw.randrange(-1, vocab + 1) for _ in range(nodes)]
+        seed, offset = (torch.tensor([draw.randrange(-(2**63), 2**63)]) for _ in range(2))
+        numbers = [float(uniform_of(seed, offset, i)) for i in range(nodes)]
+        emitted, path, closest = walk(target[0].double(), draft[0].double(), drafts, tree, numbers)
+        if closest < 1e-6:  # rounding decides
+            continue
+        decided += 1
+        parents = torch.tensor([tree], dtype=torch.int32)
+        got = verify_draft_probs(target, draft, torch.tensor([drafts]), seed, offset, parents)
+        padding = [-1] * (nodes - len(path))
+        assert [x.tolist() for x in got] == [[emitted + padding], [path + padding], [len(path)]]
+    assert decided > 280
 
 
 def test_equal_models_accept_everything_and_strangers_nothing() -> None:

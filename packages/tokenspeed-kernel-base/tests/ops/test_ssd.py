@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -145,3 +146,32 @@ def decode() -> dict[str, Any]:
 def test_they_are_proper_custom_operators(check_custom_op: Callable[[Any, dict[str, Any]], None]) -> None:
     check_custom_op(ssd_prefill, prefill())
     check_custom_op(ssd_decode, decode())
+
+
+def test_step_sizes_of_float64_are_exact_beyond_the_threshold_of_torch() -> None:
+    # torch.nn.functional.softplus returns its argument above 20, which is off by 1e-10 there.
+    dt, ones = torch.tensor([[20.5]], dtype=F64), torch.ones(1, 1, 1, dtype=F64)
+    got = ssd_prefill(ones, dt, -ones.flatten(), ones, ones, ints(0, 1), states(0)[:, :1, :1, :1], ints(-1), dt_softplus=True)
+    assert got.item() == pytest.approx(math.log1p(math.exp(20.5)), rel=1e-15, abs=0)
+
+
+@pytest.mark.parametrize("length", [1, 8, 21])
+@pytest.mark.parametrize("limits", [(0.0, math.inf), (0.05, 0.4)], ids=str)
+def test_prefill_is_the_chunked_scan_of_transformers(length: int, limits: tuple[float, float]) -> None:
+    scan = getattr(pytest.importorskip("transformers.models.mamba2.modeling_mamba2"), "mamba2_chunk_scan", None)
+    if scan is None:
+        pytest.skip("this transformers has no mamba2_chunk_scan")
+    given = {name: x.float() for name, x in operands(length, True, seed=length).items() if isinstance(x, torch.Tensor)}
+    given["dt"], gate, first = given["dt"] * 3, given.pop("z"), states(1).float()
+    x, dt, B, C = (given[name].unsqueeze(0) for name in ("x", "dt", "B", "C"))
+    expected, final = inspect.unwrap(scan)(
+        x, dt, given["A"], B, C, 8, given["D"], given["dt_bias"], first, True, limits, return_final_states=True
+    )
+    cache = first.clone()
+    options: dict[str, Any] = {"dt_softplus": True, "dt_min": limits[0], "dt_max": limits[1]}
+    every = torch.tensor([True])
+    got = ssd_prefill(
+        **given, **options, z=gate, cu_seqlens=ints(0, length), states=cache, state_slots=ints(0), has_initial_state=every
+    )
+    torch.testing.assert_close(got, expected[0] * torch.nn.functional.silu(gate), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(cache, final, rtol=1e-4, atol=1e-5)

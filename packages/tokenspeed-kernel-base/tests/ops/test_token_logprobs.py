@@ -124,6 +124,21 @@ def test_parts_merge_into_the_whole(seed: int, ends: set[int], top_k: int, flip:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=name)
 
 
+def test_shards_are_compared_by_their_rounded_values() -> None:
+    close = torch.tensor([[1.0, 1.0 + 2.0**-40]], dtype=torch.float64)
+    halves = [argmax_with_value(close[:, token : token + 1], token) for token in (0, 1)]
+    assert argmax(close).item() == 1
+    assert merge_argmax(*map(torch.stack, zip(*halves, strict=True))).item() == 0
+
+    logits, token = torch.tensor([[8 - 2.0**-20, 8 - 2.0**-21]]), torch.tensor([0])
+    temperature = torch.tensor([1.9])
+    quotients = (logits / temperature)[0].tolist()
+    assert quotients[0] == quotients[1]
+    assert token_logprobs(logits, token, 1, temperature)[2].item() == 1
+    parts = [token_logprobs(logits[:, i : i + 1], token, 1, temperature, first_token=i, normalize=False) for i in (0, 1)]
+    assert merge_token_logprobs(*map(torch.stack, zip(*parts, strict=True)))[2].item() == 0
+
+
 def test_a_part_without_probability_changes_nothing() -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
     logits[:, 10:] = -INF

@@ -12,6 +12,7 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, rec
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._checks import check_values_counts
+from tokenspeed_kernel_base.ops.sampling.ordering import descending_order
 from tokenspeed_kernel_base.variation import Variation, Want
 
 # A ``top_k`` up to this limit is allowed even if rows have fewer keys. A limit is needed because the result has top_k columns.
@@ -57,9 +58,8 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out
     keys = scores.shape[1]
     position = torch.arange(keys, device=scores.device)
     shown = scores if lengths is None else scores.masked_fill(position >= lengths.unsqueeze(1), -torch.inf)
-    order = shown.sort(dim=1, descending=True, stable=True)
-    best, at = order.values[:, :top_k], order.indices[:, :top_k]
-    at = torch.where(best == -torch.inf, keys, at).sort(dim=1).values
+    at = descending_order(shown)[:, :top_k]
+    at = torch.where(shown.gather(1, at) == -torch.inf, keys, at).sort(dim=1).values
     chosen = torch.where(at == keys, -1, at).to(torch.int32)
     return torch.nn.functional.pad(chosen, (0, top_k - chosen.shape[1]), value=-1)
 
@@ -126,7 +126,7 @@ def _extremes(draw: Draw) -> dict[str, Any]:
     inf, nan = torch.inf, torch.nan
     rows = [
         [0.0, -0.0, 1.0, -0.0, 0.0, -1.0, -0.0],
-        [nan, inf, -inf, nan, 3.0, inf, -inf],
+        [nan, inf, -inf, -nan, 3.0, inf, -inf],  # the second NaN has the sign bit set
         [-inf, -inf, -inf, -inf, -inf, -inf, -3e38],
         [1e-45, -1e-45, 0.0, 1e-40, -1e-40, -0.0, 1e-45],
         [5.0] * 7,

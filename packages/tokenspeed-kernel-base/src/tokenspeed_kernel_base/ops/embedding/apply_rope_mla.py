@@ -64,7 +64,8 @@ def apply_rope_mla(
 
     1. q_rope and k_rope are rotated as by `apply_rope`, and rounded to their dtype.
     2. Each query head becomes its absorbed part followed by its rotated part. With an 8-bit ``out_dtype`` both parts are divided by
-       q_scale in float32 (float64 for float64 inputs), rounded to nearest even and saturated.
+       q_scale in float32 (float64 for float64 inputs), rounded to nearest even and saturated. Float64 quotients are first rounded
+       to float32.
     3. The latent and the rotated k_rope are written to the cache, as by `store_mla_kv_cache` with kv_scale.
 
     Args:

@@ -48,8 +48,8 @@ def store_kv_cache(
     with a negative slot, for example the padding of a CUDA graph, is not written. Everything else in the caches is unchanged.
 
     If the cache has k's dtype, bits are copied. An 8-bit float cache receives ``saturate(k / scale)``. The division is in float32
-    (float64 for float64 inputs) and the result is rounded to nearest even. Out-of-range values become the largest finite value
-    with their sign; NaN stays NaN. Attention multiplies by the same scale.
+    (float64 for float64 inputs) and the result is rounded to nearest even; a float64 result is first rounded to float32.
+    Out-of-range values become the largest finite value with their sign; NaN stays NaN. Attention multiplies by the same scale.
 
     Args:
         k: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_heads, head_dim]``. May be a strided slice of a

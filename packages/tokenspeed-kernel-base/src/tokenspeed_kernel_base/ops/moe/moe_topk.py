@@ -12,6 +12,8 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.sampling.ordering import descending_order
+from tokenspeed_kernel_base.ops.state_space._recurrence import softplus
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 # Added to the sum of the selected scores. It keeps the weights finite if all selected scores are zero, and is negligible otherwise.
@@ -125,14 +127,12 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
         return torch.softmax(logits, -1)
     if scoring == "sigmoid":
         return torch.sigmoid(logits)
-    return torch.logaddexp(logits, logits.new_zeros(())).sqrt()
+    return softplus(logits).sqrt()
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    # torch.topk does not define the order of equal values; a stable sort does. On a GPU, sort orders NaNs by their bits. So all
-    # NaNs are first replaced by one NaN.
-    alike = values.where(~values.isnan(), math.nan)
-    return alike.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    # torch.topk does not define the order of equal values.
+    return descending_order(values)[..., :count]
 
 
 @moe_topk.traits
@@ -210,6 +210,7 @@ def _not_finite(draw: Draw) -> dict[str, Any]:
     logits = draw.integers(-2, 3, 8, 24).float()
     for row, value in enumerate((torch.nan, torch.inf, -torch.inf)):
         logits[row::4, row + 5 :: 7] = value
+    logits[0, 5] = -torch.nan  # the sign bit is set
     return {"logits": logits, "top_k": 9, "scoring": "sigmoid"}
 
 

@@ -71,6 +71,7 @@ def _ties(draw: Draw) -> dict[str, Any]:
 def _odd_values(draw: Draw) -> dict[str, Any]:
     logits = draw.normal(5, 300)
     logits[0, 17::50] = float("nan")
+    logits[0, 17] = -float("nan")  # the sign bit is set
     logits[1] = float("-inf")
     logits[2, [40, 200]] = float("inf")
     logits[3] = -logits[3].abs()

@@ -88,6 +88,7 @@ def _inputs(rows: int, vocab: int, first_token: int = 0, dtype: torch.dtype = to
 def _odd_values(draw: Draw) -> dict[str, Any]:
     logits = draw.normal(5, 300)
     logits[0, 17::50] = float("nan")
+    logits[0, 17] = -float("nan")  # the sign bit is set
     logits[1] = float("-inf")
     logits[2, [40, 200]] = float("inf")
     logits[3] = -logits[3].abs()

@@ -19,7 +19,8 @@ def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype = torch.
     """Merges `argmax_with_value` results of vocabulary shards: returns the token of the largest value of each row.
 
     Among equal values, the smallest token wins. If the inputs are the results for all shards, stacked in any order, the result is
-    that of `argmax` for all logits. NaN ranks above every number, 0 and -0 are equal.
+    that of `argmax` for all logits. The values of float64 logits are rounded to float32, so logits of different shards that round
+    to the same value are equal here. NaN ranks above every number, 0 and -0 are equal.
 
     Args:
         values: float32 ``[parts, rows]``, parts > 0.

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.sampling.ordering import descending_order
 from tokenspeed_kernel_base.ops.sampling.token_logprobs import OUTS
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -49,8 +50,9 @@ def merge_token_logprobs(
         lse_out: receives the merged lse.
 
     Returns:
-        The result of `token_logprobs` for all logits: float32 ``[rows]``, float32 ``[rows, top_k]``, int32 ``[rows, top_k]`` and
-        float32 ``[rows]``.
+        The result of `token_logprobs` for all logits, up to rounding: float32 ``[rows]``, float32 ``[rows, top_k]``, int32
+        ``[rows, top_k]`` and float32 ``[rows]``. Logits that differ, but are equal once divided by the temperature and rounded to
+        float32, count as equal here; `token_logprobs` still orders them.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are not checked.
@@ -72,11 +74,11 @@ def merge_token_logprobs(
     # The top tokens of all shards of a row, by ascending token. The stable sort below keeps equal logits in that order.
     tokens, by_token = top_tokens.transpose(0, 1).reshape(rows, parts * top_k).sort(dim=-1)
     logits = top_logits.transpose(0, 1).reshape(rows, parts * top_k).gather(1, by_token)
-    top, order = logits.where(~logits.isnan(), torch.nan).sort(dim=-1, descending=True, stable=True)
-    top = top[:, :top_k]
+    order = descending_order(logits)[:, :top_k]
+    top = logits.gather(1, order)
     chosen = torch.where(chosen == -torch.inf, -torch.inf, chosen - total)
     top = torch.where(top == -torch.inf, -torch.inf, top - total.unsqueeze(1))
-    return chosen, top, tokens.gather(1, order[:, :top_k]), total
+    return chosen, top, tokens.gather(1, order), total
 
 
 @merge_token_logprobs.traits

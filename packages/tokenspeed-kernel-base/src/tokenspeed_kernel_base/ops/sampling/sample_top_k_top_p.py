@@ -45,7 +45,7 @@ def sample_top_k_top_p(
     The exact definition: the weight of a token is ``w = floor(2^40 * exp((logit - max(logits)) / temperature))``, in int64.
     `tokenspeed_kernel_base.ops.sampling.weights.weights` computes w from the float32 values ``logit - max(logits)`` and ``log2(e) /
     temperature``, so that w is the same on every device. The computed w deviates from the formula by a relative error of at most
-    2^-19, or by at most 3. A weight below ``2^40 * min_p`` is replaced by 0. With S(n) the sum of the first n weights in the order
+    2^-18, or by at most 3. A weight below ``2^40 * min_p`` is replaced by 0. With S(n) the sum of the first n weights in the order
     above,
 
     * k is top_k, or vocab where top_k is 0 or larger than vocab;
@@ -221,6 +221,7 @@ def _odd_values(draw: Draw) -> dict[str, Any]:
     arguments = request_inputs(6, 300, top_k=20)(draw)
     logits = arguments["logits"]
     logits[0, 17::50] = float("nan")
+    logits[0, 17] = -float("nan")  # the sign bit is set
     logits[1] = float("-inf")
     logits[2, [40, 200]] = float("inf")
     logits[3, 1:] = float("-inf")

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.sampling.ordering import descending_order
 from tokenspeed_kernel_base.variation import Variation, Want
 
 MOST_TOKENS = 2**31 - 1
@@ -39,8 +40,8 @@ def token_logprobs(
     For a vocabulary that is sharded over devices, each device calls this operator with its logits, its first token and
     ``normalize=False``, which omits the subtraction. `merge_token_logprobs` takes the stacked results of all devices.
 
-    A logit of ``-inf`` has the log-probability ``-inf``. If a row's largest logit is NaN or ``inf``, its lse and the
-    log-probabilities of all other logits are NaN.
+    A logit of ``-inf`` has the log-probability ``-inf``. If the largest x of a row is NaN or ``inf``, the row's lse and
+    the log-probabilities of all its other logits are NaN.
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0, of the tokens ``first_token`` to
@@ -84,8 +85,7 @@ def token_logprobs(
     place = tokens.long() - first_token
     inside = (place >= 0) & (place < vocab)
     chosen = torch.where(inside, x.gather(1, torch.where(inside, place, 0).unsqueeze(1)).squeeze(1), -torch.inf)
-    # On a GPU, sort orders NaNs by their bits, including the sign. So all NaNs are first replaced by one NaN.
-    order = logits.where(~logits.isnan(), torch.nan).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    order = descending_order(logits)[:, :top_k]
     top = x.gather(1, order)
     if normalize:
         # Two subtractions instead of one subtraction of the sum, because that sum would round large logits.
@@ -158,6 +158,7 @@ def _odd_values(draw: Draw) -> dict[str, Any]:
     arguments = _inputs(7, 300, 40)(draw)
     logits = arguments["logits"]
     logits[0, 17::50] = float("nan")
+    logits[0, 17] = -float("nan")  # the sign bit is set
     logits[1] = float("-inf")
     logits[2, [40, 200]] = float("inf")
     logits[3, 1:] = float("-inf")

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.ops.sampling.ordering import descending_order
+
 WEIGHT_BITS = 40
 LOG2_E = math.log2(math.e)
 LARGEST_SCALE = 3.0e38
@@ -76,7 +78,8 @@ def kept_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
     `sample_top_k_top_p` defines the weights and the kept tokens. A greedy row keeps only the first token with the largest logit.
     """
     vocab = logits.shape[-1]
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    order = descending_order(logits)
+    ordered = logits.gather(-1, order)
     wide = ordered if logits.dtype == torch.float64 else ordered.float()
     largest = wide[:, :1]
     warmth = temperature.double().unsqueeze(1)

@@ -17,13 +17,18 @@ Maker = Callable[[Draw], dict[str, Any]]
 """A function that draws a case's arguments."""
 
 
+def softplus(x: Tensor) -> Tensor:
+    """Returns ``log(1 + exp(x))``. torch.nn.functional.softplus returns x above 20, which is inexact in float64."""
+    return torch.logaddexp(x, x.new_zeros(()))
+
+
 def step_sizes(
     dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns the step size of each head and the decay factor of its state, each ``[..., heads]``."""
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     if dt_softplus:
-        step = torch.nn.functional.softplus(step)
+        step = softplus(step)
     step = step.clamp(dt_min, dt_max)
     return step, torch.exp(step * A.to(wide))
 
