@@ -486,7 +486,7 @@ def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
     (folder / "__init__.py").write_text(functions)
     (folder / "rmsnorm.py").write_text(
         "from tokenspeed_kernel_base.registry import register_kernel\n\n"
-        f"@register_kernel('norm', 'rmsnorm', name={package!r}, solution='own', signatures=None, traits={{'residual': {{False}}}})\n"
+        f"@register_kernel('norm', 'rmsnorm', name={package!r}, solution='own', signatures=None, traits={{'residual': False}})\n"
         "def rmsnorm(x, weight, eps, residual, out, residual_out):\n    return x + 42\n"
     )
     (folder / f"{package}_doubled.py").write_text(

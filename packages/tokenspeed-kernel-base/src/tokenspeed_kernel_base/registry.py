@@ -448,8 +448,8 @@ def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
 def _unbind_modules(package: str, modes: set[str]) -> None:
     """Makes a package's functions (`standalone.functions_of`) visible again.
 
-    The import of ``my_kernels.rmsnorm`` binds the module to the attribute ``rmsnorm`` of ``my_kernels``. The attribute would hide the
-    function of this name, which the package's ``__getattr__`` returns. `importlib.import_module` still finds the module.
+    The import of ``my_kernels.rmsnorm`` binds the module to the attribute ``rmsnorm`` of ``my_kernels``. This attribute would hide
+    the function of this name, which the package's ``__getattr__`` returns. `importlib.import_module` still finds the module.
     """
     parent = sys.modules[package]
     if "__getattr__" not in vars(parent):
