@@ -37,7 +37,7 @@ from tokenspeed_kernel.workbench.cli.find import find_device
 from tokenspeed_kernel.workbench.cli.output import print_table
 from tokenspeed_kernel_base import config, packs
 from tokenspeed_kernel_base.operator import operators
-from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_base.platform import CapabilityRequirement, cpu_platform, named_platform, use_platform
 from tokenspeed_kernel_base.registry import PriorityClashWarning, register_kernel
 from tokenspeed_kernel_base.selection import SelectionObjective
 from tokenspeed_kernel_command import COMMANDS, options
@@ -505,6 +505,23 @@ def test_a_gpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device("gpu") == find_device("GPU") == torch.device("cuda")
     assert find_device("gpu:1") == find_device("CUDA:1") == torch.device("cuda:1")
     assert find_device(None) is None
+
+
+def test_verify_says_what_tritons_interpreter_computes_wrongly() -> None:
+    triton = CapabilityRequirement(required_features=frozenset({"triton"}))
+
+    @register_kernel("activation", "silu_and_mul", name="in_triton", solution="testing", signatures=None, capability=triton)
+    def in_triton(x: Any, out: Any) -> Any:
+        gate, up = x.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * up
+        return y if out is None else out.copy_(y)
+
+    case = ("--case", "float32")
+    with use_platform(dataclasses.replace(cpu_platform(), features=frozenset({"triton"}))):
+        for options in ((), ("--conformance",)):
+            text = call("verify", "in_triton", *case, *options)
+            assert "Triton's interpreter truncates when it converts to bfloat16" in text
+        assert "interpreter" not in call("verify", "reference_silu_and_mul", *case)
 
 
 def test_verify_of_nothing_is_no_success(wrong: str) -> None:
