@@ -98,8 +98,8 @@ def _last_line(findings: Sequence[Finding]) -> None:
     typer.echo(f"\n{', '.join(parts) or 'nothing to run'} on {current_platform()}")
     if any(finding.status is not Status.SKIPPED and _was_interpreted(finding.kernel) for finding in findings):
         typer.echo(
-            "note: Triton's interpreter truncates when it converts to bfloat16, and computes wrong arithmetic of bfloat16 operands; "
-            "convert operands to float32, and verify bfloat16 on a GPU"
+            "note: Triton's interpreter truncates when it converts to bfloat16, and computes wrong arithmetic of bfloat16 "
+            "operands: convert operands to float32, and verify bfloat16 on a GPU"
         )
     if findings and _all_skipped(findings):
         runs = "the only run was" if len(findings) == 1 else f"all {len(findings)} were"
