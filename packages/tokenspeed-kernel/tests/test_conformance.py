@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[str, str, set[str]]] = {
     ),
     "window_wraps": ("option edges", r"is wrong at window_left=1073741823: output", set()),
     "ignored_out": ("out=", r"ignores out=: what it returns is not the tensor it was given", set()),
-    "ignored_eps": ("option edges", r"is wrong at eps=0\.\d+: output", set()),
+    "ignored_eps": ("option edges", r"is wrong at eps=0\.\d+ \(ignores eps: the result is that of eps=1e-05\): output", set()),
     "hidden_sync": ("no waiting", r"waits for the device: Tensor.item at attention.py:\d+: longest = int\(cu_seqlens", set()),
     "mutated_input": ("inputs unchanged", r"only where residual=True.*changes its input x", set()),
     "not_deterministic": ("determinism", r"is tagged determinism, but gives other bits", set()),

@@ -196,7 +196,13 @@ def _option_faults(space: CaseSpace, case: Case, option: str, value: float) -> l
     tolerance = functools.partial(tolerance_for, request=op.request(arguments), exact=op.exact)
     given = dict(tensor_arguments(op.parameters, arguments))
     compared = compare_results(op, arguments, got, expected, tolerance, {n: (given[n], after) for n, after in written.items()})
-    return [f"is wrong at {option}={value}: {c.name}: {c.fault}" for c in compared if c.fault]
+    faults = [f"{c.name}: {c.fault}" for c in compared if c.fault]
+    if not faults:
+        return []
+    usual = op.complete(case.build(space.device, space.seed))
+    same = compare_results(op, arguments, got, op.reference(*usual.values()), tolerance)
+    ignored = "" if any(c.fault for c in same) else f" (ignores {option}: the result is that of {option}={usual[option]})"
+    return [f"is wrong at {option}={value}{ignored}: {fault}" for fault in faults]
 
 
 def empties(space: CaseSpace) -> Iterator[CaseResult]:
