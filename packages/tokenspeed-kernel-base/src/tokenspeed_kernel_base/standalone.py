@@ -58,4 +58,4 @@ def functions_of(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
 def _declares(package: str, op: Any) -> bool:
     """Whether a module of the package declares the operator."""
-    return (op.body.__module__ + ".").startswith(package + ".")
+    return f"{op.body.__module__}.".startswith(f"{package}.")
