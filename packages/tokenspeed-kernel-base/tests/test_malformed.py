@@ -351,6 +351,12 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     # attention: cache
     ("mha_decode_with_kvcache", {"q": ones(3, 4, 8)}, V, r"q must be of 2 tokens, max_seqlen_q = 1 for each length in cache_seqlens \[2\], got 3 tokens"),
     ("mha_decode_with_kvcache", {"q": ones(2, 3, 8)}, V, r"q must be such that heads is a multiple of kv_heads = 2 of k_cache, got heads = 3"),
+    (
+        "mha_decode_with_kvcache",
+        {"k_cache": ones(4, 2, 16, 8), "v_cache": ones(4, 2, 16, 8)},  # [pages, kv_heads, page_size, head_dim]
+        V,
+        r"q must be such that heads is a multiple of kv_heads = 16 of k_cache \(.*k_cache.transpose\(1, 2\)\), got heads = 4",
+    ),
     ("mha_decode_with_kvcache", {"k_cache": ones(6, 4, 2, 8, dtype=F32)}, T, r"k_cache must be a tensor of bfloat16 or float8.*, got float32"),
     ("mha_decode_with_kvcache", {"k_cache": ones(6, 4, 2, 8, dtype=U8)}, T, r"k_cache must be a tensor of bfloat16 or float8.*, got uint8 \(where its bytes are fp8, pass k_cache.view\(torch.float8_e4m3fn\)"),
     ("store_kv_cache", {"k_cache": ones(4, 4, 2, 8, dtype=U8)}, T, r"k_cache must be a tensor of bfloat16 or float8.*, got uint8 \(where its bytes are fp8, pass k_cache.view\(torch.float8_e4m3fn\)"),
@@ -427,6 +433,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("apply_rope_mla", {"q_rope": ones(3, 4, 4, dtype=F32)}, T, r"q_rope must be a tensor of bfloat16, got float32"),
     ("apply_rope_mla", {"positions": ints(0, 1, 16)}, V, r"positions must be in 0 to 15, the rows of cos_sin_cache, got 16 for token 2"),
     ("positions_to_slots", {"page_size": 0}, V, r"page_size must be from 1 to 2\^31 - 1, got 0"),
+    ("positions_to_slots", {"cu_seqlens_q": ints(0, 2)}, V, r"cu_seqlens_q must be of shape \[batch\+1\] where batch\+1 is 3 in page_table, got"),
     ("positions_to_slots", {"cu_seqlens_q": ints(0, 1, 3)}, V, r"cu_seqlens_q\[-1\] must be 2, the number of tokens in positions, got 3"),
     ("positions_to_slots", {"cu_seqlens_q": None, "page_table": ints([0], [1], [2])}, V, r"positions must be of a multiple of batch = 3 tokens"),
     ("store_index_k_cache", {"k_cache": ones(6, 4, 8)}, T, r"k_cache must be a tensor of float8_e4m3fn, got bfloat16"),
@@ -498,7 +505,9 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("moe_apply", {"topk_ids": ints([0, 1], [2, 4], [1, 0])}, V, r"topk_ids must be below plan.num_experts = 4, got an id 4"),
     ("moe_apply", {"weights": SimpleNamespace(w13_weight=ones(1))}, T, r"weights must be an object with .*w2_weight"),
     ("moe_apply", {"weights": dataclasses.replace(VALID["moe_apply"]["weights"], w2_weight=ones(4, 8, 5))}, V, r"weights.w2_weight must be of shape .*, got \[4, 8, 5\]"),
-    ("moe_apply", {"plan": None}, T, r"plan must be MoEPlan, got None"),
+    ("moe_apply", {"plan": None}, T, r"plan must be MoEPlan, got NoneType None: pass what moe_apply.plan returns"),
+    ("linear", {"plan": linear}, T, r"plan must be LinearPlan, got .*: pass what linear.plan returns"),
+    ("linear", {"weights": ones(4, 8)}, T, r"weights must be an object with weight, got a bfloat16 tensor .*: pass a LinearWeights"),
     # normalisation
     ("rmsnorm", {"weight": ones(7)}, V, r"weight must be of shape \[hidden\] where hidden is 8 in x, got \[7\]"),
     ("rmsnorm", {"eps": 0.0}, V, r"eps must be positive, got 0.0"),
@@ -525,7 +534,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("swiglu_quantize", {"quantization": like(Quantization.mxfp8(), scale_rounding="nearest")}, V, r"quantization.scale_rounding must be .*down.*up.*, got 'nearest'"),
     ("quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got 'row'"),
     ("quantize_fp8", {"block_size": 0}, V, r"block_size must be at least 1, got 0"),
-    ("quantize", {"quantization": "fp8"}, T, r"quantization must be an object with granularity, .*, got str 'fp8'"),
+    ("quantize", {"quantization": "fp8"}, T, r"quantization must be an object with granularity, .*, got str 'fp8': pass a Quantization"),
     ("quantize", {"quantization": like(Quantization.fp8(), format="fp4")}, V, r"quantization.format must be one of .*, got 'fp4'"),
     ("quantize", {"quantization": like(Quantization.fp8(), block_size=0)}, V, r"quantization.block_size must be at least 1, got 0"),
     ("quantize", {"quantization": like(Quantization.mxfp8(), granularity="token")}, V, r"quantization.granularity must be .*, got 'token'"),

@@ -149,6 +149,13 @@ def scaled() -> Iterator[str]:
     KernelRegistry.get().unregister("scaled_moe")
 
 
+def test_a_misspelled_fact_of_a_plan_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^moe_apply.plan: got an unexpected keyword argument 'topk'; did you mean top_k\?$"):
+        moe_apply.plan(num_experts=4, topk=2, hidden_size=8, intermediate_size=6)
+    with pytest.raises(TypeError, match=r"^moe_apply.plan: missing a required argument: 'top_k'$"):
+        moe_apply.plan(num_experts=4)
+
+
 def test_a_kernel_may_keep_more_than_six_tensors(scaled: str) -> None:
     weights = weights_of()
     plain = moe_apply.plan(**SIZES, dtype=torch.float32, device="cpu", solution="reference")

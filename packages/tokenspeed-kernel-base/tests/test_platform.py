@@ -168,6 +168,14 @@ def test_overlap_means_that_a_platform_exists() -> None:
         assert a.overlaps(b) == bool(on_a & on_b), (a, b)
 
 
+def test_use_platform_refuses_a_name() -> None:
+    before = current_platform()
+    message = r"use_platform: platform must be PlatformInfo, got str 'gfx950'; named_platform\('gfx950'\) makes one"
+    with pytest.raises(TypeError, match=message), use_platform("gfx950"):  # type: ignore[arg-type]
+        pass
+    assert current_platform() is before
+
+
 def test_use_platform_nests_and_ends(hopper: PlatformInfo, cdna4: PlatformInfo) -> None:
     outside = current_platform()
     with use_platform(hopper):

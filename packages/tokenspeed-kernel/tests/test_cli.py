@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import json
 import os
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -33,9 +35,9 @@ from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.benchmark.compare import CONFIDENCE, THRESHOLD
 from tokenspeed_kernel.workbench.cli.find import find_device
 from tokenspeed_kernel.workbench.cli.output import print_table
-from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base import config, packs
 from tokenspeed_kernel_base.operator import operators
-from tokenspeed_kernel_base.platform import named_platform
+from tokenspeed_kernel_base.platform import CapabilityRequirement, cpu_platform, named_platform, use_platform
 from tokenspeed_kernel_base.registry import PriorityClashWarning, register_kernel
 from tokenspeed_kernel_base.selection import SelectionObjective
 from tokenspeed_kernel_command import COMMANDS, options
@@ -142,6 +144,20 @@ def test_doctor_finds_settings_that_cannot_be_followed(
     assert found["healthy"] is False
     assert any(said in finding["what"] and finding["problem"] for finding in found["findings"]), found["findings"]
     assert f"problem: {found['findings'][0]['what']}" in call("doctor", code=1)
+
+
+def test_doctor_finds_packs_that_are_not_used(tmp_path: Path, settings_from: Callable[..., Any]) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    packs.write_manifest(other, {"arch": "gfx950", "distributions": {}, "toolchains": {}})
+    settings_from(PACKS=os.pathsep.join([str(tmp_path / "missing"), str(other)]))
+    what = f"the pack {tmp_path / 'missing'} is not used: pack.json cannot be read: No such file or directory"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a finding says it, not a warning
+        assert [f["what"] for f in call_json("doctor", code=1)["findings"] if f["problem"]] == [what]
+        with use_platform(dataclasses.replace(named_platform("h200"), pretended=False)):
+            found = call_json("doctor", code=1)["findings"]
+        assert f"the pack {other} is for gfx950, this is sm_90" in [f["what"] for f in found if not f["problem"]]
 
 
 def test_doctor_finds_a_wrong_objective(tmp_path: Path, settings_from: Callable[..., Any]) -> None:
@@ -489,6 +505,23 @@ def test_a_gpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device("gpu") == find_device("GPU") == torch.device("cuda")
     assert find_device("gpu:1") == find_device("CUDA:1") == torch.device("cuda:1")
     assert find_device(None) is None
+
+
+def test_verify_says_what_tritons_interpreter_computes_wrongly() -> None:
+    triton = CapabilityRequirement(required_features=frozenset({"triton"}))
+
+    @register_kernel("activation", "silu_and_mul", name="in_triton", solution="testing", signatures=None, capability=triton)
+    def in_triton(x: Any, out: Any) -> Any:
+        gate, up = x.chunk(2, -1)
+        y = torch.nn.functional.silu(gate) * up
+        return y if out is None else out.copy_(y)
+
+    case = ("--case", "float32")
+    with use_platform(dataclasses.replace(cpu_platform(), features=frozenset({"triton"}))):
+        for options in ((), ("--conformance",)):
+            text = call("verify", "in_triton", *case, *options)
+            assert "Triton's interpreter truncates when it converts to bfloat16" in text
+        assert "interpreter" not in call("verify", "reference_silu_and_mul", *case)
 
 
 def test_verify_of_nothing_is_no_success(wrong: str) -> None:

@@ -25,6 +25,7 @@ import torch
 from processes import run_python
 
 import tokenspeed_kernel
+import tokenspeed_kernel_base.operator as operator_module
 from tokenspeed_kernel import NoKernelFoundError, plugins
 from tokenspeed_kernel.plugins import PluginWarning, discover_plugins
 from tokenspeed_kernel_base.config import PREFIX
@@ -473,6 +474,49 @@ def test_disabling_a_plugin_leaves_its_packages_own_functions_alone(two_plugins:
         tokenspeed_kernel.rmsnorm(x, weight, override="twofold_rmsnorm")
     assert [spec.name for spec in KernelRegistry.get().list_kernels()] == ["twofold_silu_and_mul"]
     assert tokenspeed_kernel.silu_and_mul(x)[0, 0] == 42, "another plugin of the package is not disabled"
+
+
+@pytest.fixture
+def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Writes a package that works alone. The kernel's module has the operator's name. The package also declares an operator."""
+    package = f"own_kernels_{next(_packages)}"
+    folder = tmp_path / package
+    folder.mkdir()
+    functions = "from tokenspeed_kernel_base.standalone import functions_of\n\n__getattr__, __dir__ = functions_of(__name__)\n"
+    (folder / "__init__.py").write_text(functions)
+    (folder / "rmsnorm.py").write_text(
+        "from tokenspeed_kernel_base.registry import register_kernel\n\n"
+        f"@register_kernel('norm', 'rmsnorm', name={package!r}, solution='own', signatures=None, traits={{'residual': False}})\n"
+        "def rmsnorm(x, weight, eps, residual, out, residual_out):\n    return x + 42\n"
+    )
+    (folder / f"{package}_doubled.py").write_text(
+        "import torch\nfrom tokenspeed_kernel_base.operator import operator\n\n"
+        f"@operator('testing', '{package}_doubled', formats=('x',))\n"
+        f"def {package}_doubled(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:\n    return 2 * x\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield package
+    operator_module._operators.pop(("testing", f"{package}_doubled"), None)
+    for name in [name for name in sys.modules if name.startswith(package)]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["after the plugin", "before the plugin"])
+def test_a_packages_functions_hide_the_modules_of_their_names(own_package: str, registered: bool) -> None:
+    if registered:
+        register_package(own_package)
+    package = importlib.import_module(own_package)
+    assert package.rmsnorm(torch.zeros(2, 4), torch.ones(4))[0, 0] == 42
+    register_package(own_package)
+    assert package.rmsnorm(torch.zeros(2, 4), torch.ones(4))[0, 0] == 42
+    assert importlib.import_module(f"{own_package}.rmsnorm") is sys.modules[f"{own_package}.rmsnorm"]
+
+
+def test_an_operator_that_a_package_declares_is_a_function_of_the_package(own_package: str) -> None:
+    register_package(own_package)
+    package = importlib.import_module(own_package)
+    assert {"rmsnorm", f"{own_package}_doubled"} <= set(dir(package))
+    assert getattr(package, f"{own_package}_doubled")(torch.ones(3)).tolist() == [2, 2, 2]
 
 
 def test_an_interrupt_is_not_swallowed(entries: list[Entry], registry: Any) -> None:

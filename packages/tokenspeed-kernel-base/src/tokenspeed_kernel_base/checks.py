@@ -177,13 +177,18 @@ class Checker:
                 got += f" (where its bytes are fp8, pass {argument}.view(torch.float8_e4m3fn), or the format that they have)"
             self.fail(argument, "a tensor of " + " or ".join(sorted(map(dtype_name, allowed))), got, TypeError)
 
-    def divides(self, divisor: str, dividend: str) -> None:
-        """Raises ValueError unless the bound size ``divisor`` divides the bound size ``dividend``."""
+    def source(self, size: str) -> str:
+        """The argument that has bound a size."""
+        return self._sizes[size][1]
+
+    def divides(self, divisor: str, dividend: str, note: str = "") -> None:
+        """Raises ValueError unless the bound size ``divisor`` divides the bound size ``dividend``. The message contains ``note``,
+        a remark about the likely cause."""
         (small, small_source), (large, large_source) = self._sizes[divisor], self._sizes[dividend]
         if small == 0 or large % small:
             self.fail(
                 large_source,
-                f"such that {dividend} is a multiple of {divisor} = {small} of {small_source}",
+                f"such that {dividend} is a multiple of {divisor} = {small} of {small_source}{note and f' ({note})'}",
                 f"{dividend} = {large}",
             )
 

@@ -20,6 +20,7 @@ from tokenspeed_kernel_base.composition import COMPOSED, Composed, by_reference,
 from tokenspeed_kernel_base.explanation import Explanation, NoKernelFoundError, Override, Request
 from tokenspeed_kernel_base.hooks import Declaration
 from tokenspeed_kernel_base.interface import Interface
+from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.options import Options
 from tokenspeed_kernel_base.parameters import (
     Kind,
@@ -258,7 +259,10 @@ class Operator(Declaration, Generic[P, R]):
         try:
             bound = inspect.signature(hook).bind(check, *args, **facts)
         except TypeError as error:
-            raise TypeError(f"{called}: {error}") from None
+            # `bind` reports a missing argument before an unknown one, which is often the missing one misspelled.
+            known = list(inspect.signature(hook).parameters)[1:]
+            unknown = [f"got an unexpected keyword argument {n!r}{did_you_mean(n, known)}" for n in facts if n not in known]
+            raise TypeError(f"{called}: {unknown[0] if unknown else error}") from None
         plan = self._by_name[self.planned or ""].normal(hook(*bound.args, **bound.kwargs))
         explanation = consider(plan)
         if explanation.chosen is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -44,7 +45,9 @@ class Declaration(Options):
         super().__init__(**vars(options))
         self.outs = tuple(out for out in self.outs if out in body.__annotations__)
         self.body = body
-        self.parameters = parse_parameters(body, self.hints, self.bounds, self.unlimited)
+        parameters = parse_parameters(body, self.hints, self.bounds, self.unlimited)
+        remedy = f": pass what {self.mode}.plan returns"
+        self.parameters = tuple(dataclasses.replace(p, remedy=remedy) if p.name == self.planned else p for p in parameters)
         self.check_options(body, self.parameters)
         self.names = tuple(p.name for p in self.parameters)
         self.host_values: tuple[str, ...] = ()

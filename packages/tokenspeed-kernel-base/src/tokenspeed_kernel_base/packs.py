@@ -111,9 +111,32 @@ def packs() -> tuple[Pack, ...]:
     return () if folders is None else _usable(folders)
 
 
+def sorted_out() -> tuple[list[tuple[str, Pack]], list[tuple[str, str]]]:
+    """Reads the packs that `packs` returns, and those that it leaves out. Does not warn of the latter.
+
+    Returns:
+        The name and the pack of each usable pack; the name of each other pack, with the reason why it cannot be used. A pack's name
+        is its folder, or its entry point.
+    """
+    used: list[tuple[str, Pack]] = []
+    unused: list[tuple[str, str]] = []
+    folders = config.settings().packs
+    for folder, name in () if folders is None else _named(folders):
+        try:
+            used.append((name, read_pack(folder)))
+        except PackError as error:
+            unused.append((name, str(error)))
+    return used, unused
+
+
 @functools.cache
 def _usable(folders: tuple[Path, ...]) -> tuple[Pack, ...]:
-    return tuple(_read([(folder, str(folder)) for folder in folders] + [*_installed()]))
+    return tuple(_read(_named(folders)))
+
+
+def _named(folders: tuple[Path, ...]) -> list[tuple[Path, str]]:
+    """The folder and the name of each pack: packs of the setting, then packs of installed packages."""
+    return [(folder, str(folder)) for folder in folders] + [*_installed()]
 
 
 def _installed() -> Iterator[tuple[Path, str]]:

@@ -54,6 +54,7 @@ class Parameter:
         cls: the dataclass that ``fields`` belong to.
         bound: whether the parameter is an integer that bounds a size. A decision holds for a range of its values.
         unlimited: whether the parameter is an integer for which -1, and every value from `NO_LIMIT` on, means no limit.
+        remedy: the end of the error message for a value of a wrong type, which says what to pass; may be empty.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Parameter:
     cls: type | None = None
     bound: bool = False
     unlimited: bool = False
+    remedy: str = ""
 
     @property
     def is_tensor(self) -> bool:
@@ -223,7 +225,8 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
         cls: Any = classes[0]
         fields = fields_of(name, cls)
         kind = Kind.OBJECT if any(f.is_tensor for f in fields) else Kind.VALUE
-        return Parameter(name, kind, classes, optional, default, fields, cls)
+        remedy = f": pass a {cls.__name__}" if kind is Kind.OBJECT else ""
+        return Parameter(name, kind, classes, optional, default, fields, cls, remedy=remedy)
     if len(classes) == 1 and issubclass(classes[0], Resource):
         return Parameter(name, Kind.RESOURCE, classes, optional, default)
     if any(issubclass(c, Resource) for c in classes):
@@ -260,7 +263,8 @@ def _check_type(operator: str, parameter: Parameter, value: Any) -> None:
     for expected, error in ((parameter.type_error, TypeError), (parameter.range_error, ValueError)):
         wanted = expected(value)
         if wanted is not None:
-            raise error(f"{operator}: {parameter.name} must be {wanted}, got {kind_of(value)}")
+            remedy = parameter.remedy if expected == parameter.type_error else ""
+            raise error(f"{operator}: {parameter.name} must be {wanted}, got {kind_of(value)}{remedy}")
 
 
 def kind_of(value: Any) -> str:

@@ -341,9 +341,19 @@ def use_platform(platform: PlatformInfo) -> Iterator[PlatformInfo]:
     """Makes `current_platform` return ``platform`` inside the block, for the whole process.
 
     Tests use the block, and so do emulators, which run a device's kernels on CPU tensors (``emulated=True``). Decisions made
-    outside the block are not used inside, and vice versa.
+    outside the block are not used inside, and vice versa. For a pretended platform, calls are checked and explained, but launch
+    nothing::
+
+        with use_platform(named_platform("gfx950")):
+            print(rmsnorm.explain(x, weight))  # the kernel that an MI355X would run
+
+    Raises:
+        TypeError: ``platform`` is not a `PlatformInfo`; `named_platform` makes one from a name.
     """
     global _installed
+    if not isinstance(platform, PlatformInfo):
+        remedy = f"; named_platform({platform!r}) makes one" if isinstance(platform, str) else ""
+        raise TypeError(f"use_platform: platform must be PlatformInfo, got {type(platform).__name__} {platform!r}{remedy}")
     previous, _installed = _installed, platform
     memo.invalidate()
     try:

@@ -441,7 +441,22 @@ def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
             if not registry.has(spec):
                 registry.register(spec, impl)
         registry.publish({spec.name for spec, _ in declared} - (set() if public else offered), public)
+    _unbind_modules(package, {spec.mode for spec, _ in declared})
     return sorted((spec for spec, _ in declared), key=lambda spec: spec.name)
+
+
+def _unbind_modules(package: str, modes: set[str]) -> None:
+    """Makes a package's functions (`standalone.functions_of`) visible again.
+
+    The import of ``my_kernels.rmsnorm`` binds the module to the attribute ``rmsnorm`` of ``my_kernels``. This attribute would hide
+    the function of this name, which the package's ``__getattr__`` returns. `importlib.import_module` still finds the module.
+    """
+    parent = sys.modules[package]
+    if "__getattr__" not in vars(parent):
+        return
+    for name, value in list(vars(parent).items()):
+        if value is sys.modules.get(f"{package}.{name}", parent) and (name in modes or hasattr(vars(value).get(name), "operator")):
+            delattr(parent, name)
 
 
 def register_kernel(

@@ -477,7 +477,10 @@ def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:
 
 def _refuse_to_launch(name: str, platform: PlatformInfo) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{name} was selected for {platform}, which is pretended: selections can be explained, nothing launches")
+        raise RuntimeError(
+            f"{name} was selected for {platform}, which is pretended: selections can be explained, nothing launches. "
+            f"To launch, leave the use_platform block, or unset {config.PREFIX}PLATFORM"
+        )
 
     return refuse
 

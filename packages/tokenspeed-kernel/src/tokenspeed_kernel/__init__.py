@@ -4,6 +4,30 @@ Importing this package declares the operators, registers their kernels, and lets
 no compiler and uses no GPU.
 
 Every operator, such as `mha_prefill`, is an attribute of this package. Each operator is declared in ``tokenspeed_kernel_base.ops``.
+``help(tokenspeed_kernel.mha_prefill)`` shows one operator's contract. ``tokenspeed-kernel ops`` lists all operators by family.
+
+The operators of a decode step with a paged KV cache, in order:
+
+* `rmsnorm`, `mm` or `linear`, and `apply_rope`;
+* `positions_to_slots` and `store_kv_cache`, which write the new keys and values to the cache;
+* `mha_decode_with_kvcache` (`mla_decode_with_kvcache`); `mha_prefill` for prompts, `mha_extend_with_kvcache` for chunks of
+  prompts, `mha_with_kvcache` for mixed batches;
+* `silu_and_mul`, or `moe_topk` and `moe_apply`;
+* `argmax` or `sample_top_k_top_p`.
+
+An operator has further functions as attributes:
+
+* ``explain(...)``: which kernel a call would run, and why not the others;
+* ``bind(...)``: the kernel itself, for calls of the same shapes, dtypes and options;
+* ``plan(...)`` and ``prepare(...)`` of `linear`, `moe_apply` and others with prepared weights.
+
+Other functions, by task:
+
+* choose kernels: `kernel_override`, `set_selection_policy`, `disable_plugin`;
+* explain without a call or a device: `explain_selection`, `describe_kernel`, `named_platform`, `use_platform`;
+* deploy: `receipt`, `self_check`, `compile_policy`, `compilations`;
+* observe calls: `shape_capture`, `watch_calls`, `start_profiling`;
+* add kernels: `register_kernel`, `format_signatures`, `at_most`.
 """
 
 import logging

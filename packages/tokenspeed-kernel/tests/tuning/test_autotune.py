@@ -17,7 +17,7 @@ from tokenspeed_kernel.workbench import tuned
 from tokenspeed_kernel.workbench.tuned import tables
 from tokenspeed_kernel.workbench.tuning import tune_case
 from tokenspeed_kernel_base.cases import Case
-from tokenspeed_kernel_base.platform import cpu_platform, use_platform
+from tokenspeed_kernel_base.platform import CapabilityRequirement, cpu_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import (
     NoKernelFoundError,
@@ -153,8 +153,15 @@ def test_no_kernel_is_still_an_error_under_autotune(lab: Any, autotuning: None) 
 
 def test_a_case_with_one_candidate_is_reported(lab: Any) -> None:
     case = Case("one", lambda draw: {"x": draw.normal(2, 4)})
-    assert [o.reason for o in tune_case("testing.lab", case, "cpu")] == ["none of the kernels to measure is eligible"]
+    assert [o.reason for o in tune_case("testing.lab", case, "cpu")] == ["the operator has no kernel but the reference"]
+    amd = CapabilityRequirement(vendors=frozenset({"amd"}))
+    register_kernel("testing", "lab", name="for_amd", solution="testing", signatures=None, capability=amd)(lambda x, out: x)
+    reasons = ["no kernel but the reference is eligible: for_amd: platform: needs an AMD device, this is a CPU"]
+    assert [o.reason for o in tune_case("testing.lab", case, "cpu")] == reasons
+    KernelRegistry.get().unregister("for_amd")
     lab.register("steady")
+    reasons = ["none of the kernels to measure is eligible: steady: not among the kernels that were named"]
+    assert [o.reason for o in tune_case("testing.lab", case, "cpu", kernels=["other"])] == reasons
     assert [o.reason for o in tune_case("testing.lab", case, "cpu")] == ["steady is the only candidate, with nothing to tune"]
     with use_platform(dataclasses.replace(cpu_platform(), pretended=True)):
         assert "emulated or pretended" in tune_case("testing.lab", case, "cpu")[0].reason

@@ -17,7 +17,7 @@ import torch
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo, disabled_plugins, list_plugins, plugin_failures
 from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.tuned import tuned_directory
-from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base import config, packs
 from tokenspeed_kernel_base.installation import requirement, wrong_distributions
 from tokenspeed_kernel_base.operator import operators
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform
@@ -84,6 +84,7 @@ def diagnose() -> Diagnosis:
     platform = _platform(findings)
     _check_settings(current_platform() if platform else None, findings)
     _check_plugins(findings)
+    _check_packs(platform, findings)
     _check_software(platform, findings)
     return Diagnosis(
         platform,
@@ -205,6 +206,17 @@ def _check_plugins(findings: list[Finding]) -> None:
         Finding(True, str(clash), "give one of the two another priority, or disable its plugin")
         for clash in KernelRegistry.get().clashes()
     ]
+
+
+def _check_packs(platform: dict[str, Any], findings: list[Finding]) -> None:
+    used, unused = packs.sorted_out()
+    remedy = f"correct {config.PREFIX}PACKS, or build the pack again: tokenspeed-kernel pack build"
+    findings += [Finding(True, f"the pack {name} is not used: {why}", remedy) for name, why in unused]
+    for name, pack in used:
+        arch = pack.manifest.get("arch")
+        if platform.get("vendor") not in (None, "cpu") and arch != platform["arch"]:
+            what = f"the pack {name} is for {arch}, this is {platform['arch']}"
+            findings.append(Finding(False, what, f"build one: tokenspeed-kernel pack build --arch {platform['arch']}"))
 
 
 # Files that exist on Linux if a GPU driver is loaded, whether or not PyTorch can use the GPU.

@@ -68,7 +68,9 @@ class SelfCheck:
 
     def __str__(self) -> str:
         cases = sum(map(len, self.passed.values()))
-        lines = [f"{len(self.passed)} kernels are right on {cases} cases, {len(self.wrong)} wrong, in {self.seconds:.1f} s"]
+        kernels = "1 kernel is" if len(self.passed) == 1 else f"{len(self.passed)} kernels are"
+        on = "1 case" if cases == 1 else f"{cases} cases"
+        lines = [f"{kernels} right on {on}, {len(self.wrong)} wrong, in {self.seconds:.1f} s"]
         for each in self.wrong:
             then = f"disabled, {each.successor or 'no kernel'} takes over" if each.disabled else "not disabled"
             lines.append(f"WRONG {each.result.kernel} on {each.result.case!r} ({then}): {each.result.reason}")

@@ -44,6 +44,7 @@ def register() -> None:
     _prefill("wrong_mask_edge")
     _prefill("window_wraps")
     _norm("ignored_out")
+    _norm("ignored_eps")
     _prefill("hidden_sync")
     _norm("mutated_input")
     _norm("not_deterministic", tags={"determinism"})

@@ -33,10 +33,12 @@ def check_tree(check: Checker, tree_mask: Tensor | None, window_left: int) -> No
     check.require(fits, "window_left", f"-1 or at least {MAX_TREE - 1}, because a node sees all its ancestors", window_left)
 
 
-def check_offsets(check: Checker, name: str, offsets: Tensor | None, batch: int | None = None) -> None:
-    """Checks a ``cu_seqlens``: int32 ``[batch + 1]``."""
+def check_offsets(
+    check: Checker, name: str, offsets: Tensor | None, batch: int | None = None, source: str = "cache_seqlens"
+) -> None:
+    """Checks a ``cu_seqlens``: int32 ``[batch + 1]``. ``source``: the argument that ``batch`` comes from."""
     if batch is not None:
-        check.bind("batch+1", batch + 1, "cache_seqlens")
+        check.bind("batch+1", batch + 1, source)
     check.tensor(name, offsets, "batch+1", torch.int32)
     check.require(offsets is None or offsets.shape[0] > 0, name, "of shape [batch + 1]", [0])
 
@@ -80,7 +82,9 @@ def check_caches(
     check.tensor("q", q, "tokens heads head_dim", FLOATS | FP8)
     check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", _cache_dtypes(q))
     check.tensor("v_cache", v_cache, "pages page_size kv_heads v_head_dim", k_cache.dtype)
-    check.divides("kv_heads", "heads")
+    transposed = check["page_size"] > 0 and check["heads"] % check["page_size"] == 0  # the axis may be kv_heads instead
+    note = "a cache [pages, kv_heads, page_size, head_dim] is passed as k_cache.transpose(1, 2)" if transposed else ""
+    check.divides("kv_heads", "heads", note)
     _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
     check_scale(check, "q_scale", q_scale, "q", q, check["kv_heads"])
     check_scale(check, "k_scale", k_scale, "k_cache", k_cache, check["kv_heads"])
@@ -174,7 +178,7 @@ def check_new_tokens_of(check: Checker, name: str, cu_seqlens_q: Tensor | None) 
     Call this function when ``tokens`` and ``batch`` are bound."""
     tokens, batch = check["tokens"], check["batch"]
     if cu_seqlens_q is not None:
-        check_offsets(check, "cu_seqlens_q", cu_seqlens_q, batch)
+        check_offsets(check, "cu_seqlens_q", cu_seqlens_q, batch, check.source("batch"))
         return
     expected = f"of a multiple of batch = {batch} tokens, as cu_seqlens_q is None"
     check.require(tokens % batch == 0 if batch else tokens == 0, name, expected, f"{tokens} tokens")

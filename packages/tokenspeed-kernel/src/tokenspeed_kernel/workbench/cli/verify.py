@@ -20,6 +20,7 @@ from tokenspeed_kernel.workbench.numerics.unreached import unreached
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, verify_case
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.platform import current_platform, platform_of
+from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.storage import replace_file
 
@@ -95,9 +96,20 @@ def _all_skipped(findings: Sequence[Finding]) -> bool:
 def _last_line(findings: Sequence[Finding]) -> None:
     parts = [f"{count} {status}" for status, count in _summary(findings).items() if count]
     typer.echo(f"\n{', '.join(parts) or 'nothing to run'} on {current_platform()}")
+    if any(finding.status is not Status.SKIPPED and _was_interpreted(finding.kernel) for finding in findings):
+        typer.echo(
+            "note: Triton's interpreter truncates when it converts to bfloat16, and computes wrong arithmetic of bfloat16 "
+            "operands: convert operands to float32, and verify bfloat16 on a GPU"
+        )
     if findings and _all_skipped(findings):
         runs = "the only run was" if len(findings) == 1 else f"all {len(findings)} were"
         typer.echo(f"nothing was verified: {runs} skipped")
+
+
+def _was_interpreted(kernel: str) -> bool:
+    """Whether Triton's interpreter runs a kernel on this platform."""
+    needs = KernelRegistry.get().get_by_name(kernel).capability.required_features
+    return "triton" in needs and current_platform().is_cpu
 
 
 # -- against the reference ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -55,15 +55,26 @@ def tune_case(
 
     groups: dict[str, tuple[Request, list[KernelSpec]]] = {}
     values: dict[str, tuple[Any, ...]] = {}
+    rejected: dict[str, str] = {}  # by kernel, why it is not measured
     with torch.no_grad():
         arguments = op.complete(case.build(where))
         op.check_call(arguments)
         for spec in registry.get_for_operator(op.family, op.mode):
-            if spec.is_reference or spec.capability.gap(platform) or refusal(op, spec, arguments) is not None:
+            if spec.is_reference:
+                continue
+            if kernels is not None and spec.name not in kernels:
+                rejected[spec.name] = "not among the kernels that were named"
+                continue
+            why = refusal(op, spec, arguments)
+            if why is not None:
+                rejected[spec.name] = ": ".join(why)
                 continue
             prepared = op.prepared(arguments, spec)
             request = op.request(prepared)
-            if gate(spec, request) is None and (kernels is None or spec.name in kernels):
+            why = gate(spec, request)
+            if why is not None:
+                rejected[spec.name] = ": ".join(why)
+            else:
                 key = entry_key(operator, str(request.signature), request.traits, request.sizes)
                 groups.setdefault(key, (request, []))[1].append(spec)
                 values[spec.name] = tuple(prepared.values())
@@ -72,4 +83,12 @@ def tune_case(
             pick(request, candidates(request, specs), values.__getitem__, check, where, budget_s, case.name)
             for request, specs in groups.values()
         ]
-    return made or [Outcome(operator, case.name, reason="none of the kernels to measure is eligible")]
+    return made or [Outcome(operator, case.name, reason=_nothing_to_measure(rejected, kernels))]
+
+
+def _nothing_to_measure(rejected: Mapping[str, str], kernels: Collection[str] | None) -> str:
+    """Says why a case has no kernel to measure. ``rejected`` has the reason for each kernel but the reference."""
+    if not rejected:
+        return "the operator has no kernel but the reference"
+    said = "no kernel but the reference is eligible" if kernels is None else "none of the kernels to measure is eligible"
+    return f"{said}: {'; '.join(f'{name}: {why}' for name, why in rejected.items())}"

@@ -209,5 +209,7 @@ def _plain(told: Any) -> str:
 def _summary(values: Sequence[int]) -> str:
     if not values:
         return "none"
+    if len(values) == 1:
+        return str(values[0])
     low, high = min(values), max(values)
     return f"{len(values)} x {low}" if low == high else f"{len(values)} of {low} to {high}, {sum(values)} in all"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -121,25 +122,65 @@ def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: s
     return replace(outcome, case=case, reason=f"{said}: {'; '.join(fault.text for fault in faults)}", faults=blamed)
 
 
+# What a float option is multiplied by, and what it becomes if it is 0, None or infinite, until the reference's result changes. The
+# moderate values come first: a kernel's rounding errors may grow with an extreme value.
+_FACTORS = (1.5, 0.125, 32.0, 2.0**10, 2.0**15, 2.0**20)
+_VALUES = (1.0, 0.25, 4.0)
+
+
 def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
     """Sets each integer option of the operator to -1, 0, the largest int32 (for `unlimited` options, the largest value that is
-    still a limit, 2^30 - 1), the largest int64, and one more than that. The results must be correct, or the operator must reject
+    still a limit, 2^30 - 1), the largest int64, and one more than that. Sets each float option to a value that changes the
+    reference's result, so that a kernel that ignores the option is wrong. The results must be correct, or the operator must reject
     the call.
     """
     op = space.op
-    options = [parameter for parameter in op.parameters if parameter.kind is Kind.VALUE and int in parameter.types]
-    for case, option in itertools.product(sample(space, most=1), options):
+    options = [parameter for parameter in op.parameters if parameter.kind is Kind.VALUE]
+    for case, option in itertools.product(sample(space, most=1), (option for option in options if int in option.types)):
         largest = NO_LIMIT if option.unlimited else 1 << 31
         given = {case.build(space.device, space.seed).get(option.name)}
         for value in (-1, 0, largest - 1, (1 << 63) - 1, 1 << 63):
             normal = option.normal(value)  # the value that kernels receive; it may be the same for several values of the option
             if normal not in given:
                 given.add(normal)
-                edge = replace(case, name=f"{option.name}={value}, {case.name}")
-                yield _attempt(space, edge, "option", functools.partial(_option_faults, space, case, option.name, value))
+                yield _option_attempt(space, case, option.name, value)
+    for option in (option for option in options if float in option.types):
+        for case in sample(space, most=3):
+            effective = _effective_value(space, case, option.name)
+            if effective is not None:
+                yield _option_attempt(space, case, option.name, effective)
+                break
 
 
-def _option_faults(space: CaseSpace, case: Case, option: str, value: int) -> list[str]:
+def _option_attempt(space: CaseSpace, case: Case, option: str, value: float) -> CaseResult:
+    edge = replace(case, name=f"{option}={value}, {case.name}")
+    return _attempt(space, edge, "option", functools.partial(_option_faults, space, case, option, value))
+
+
+def _effective_value(space: CaseSpace, case: Case, option: str) -> float | None:
+    """Returns a value of a float option that changes the reference's result by more than the tolerance.
+    None if no value that is tried is legal and has this effect.
+    """
+    op = space.op
+    given = op.complete(case.build(space.device, space.seed))[option]
+    usual = op.complete(case.build(space.device, space.seed))
+    before, kept = op.reference(*usual.values()), written_to(op, usual)
+    factors = isinstance(given, (int, float)) and given != 0 and math.isfinite(given)
+    for value in [given * factor for factor in _FACTORS] if factors else _VALUES:
+        arguments = {**op.complete(case.build(space.device, space.seed)), option: value}
+        try:
+            op.check_call(with_tensors(op.parameters, arguments, Tensor.cpu))
+        except (TypeError, ValueError):
+            continue
+        after, written = op.reference(*arguments.values()), written_to(op, arguments)
+        tolerance = functools.partial(tolerance_for, request=op.request(arguments), exact=op.exact)
+        changes = {name: (kept[name], tensor) for name, tensor in written.items()}
+        if any(c.fault for c in compare_results(op, arguments, before, after, tolerance, changes)):
+            return float(value)
+    return None
+
+
+def _option_faults(space: CaseSpace, case: Case, option: str, value: float) -> list[str]:
     op, spec = space.op, space.spec
     plain, arguments = ({**op.complete(case.build(space.device, space.seed)), option: value} for _ in range(2))
     try:
@@ -155,7 +196,13 @@ def _option_faults(space: CaseSpace, case: Case, option: str, value: int) -> lis
     tolerance = functools.partial(tolerance_for, request=op.request(arguments), exact=op.exact)
     given = dict(tensor_arguments(op.parameters, arguments))
     compared = compare_results(op, arguments, got, expected, tolerance, {n: (given[n], after) for n, after in written.items()})
-    return [f"is wrong at {option}={value}: {c.name}: {c.fault}" for c in compared if c.fault]
+    faults = [f"{c.name}: {c.fault}" for c in compared if c.fault]
+    if not faults:
+        return []
+    usual = op.complete(case.build(space.device, space.seed))
+    same = compare_results(op, arguments, got, op.reference(*usual.values()), tolerance)
+    ignored = "" if any(c.fault for c in same) else f" (ignores {option}: the result is that of {option}={usual[option]})"
+    return [f"is wrong at {option}={value}{ignored}: {fault}" for fault in faults]
 
 
 def empties(space: CaseSpace) -> Iterator[CaseResult]:
