@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ def measured_on(given: argparse.Namespace, words: Sequence[str]) -> dict[str, An
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs all variants, prints a table, and writes the results."""
+    """Runs all variants, prints a table, and writes the results: those so far whenever an engine has ended."""
     words = sys.argv[1:] if words is None else list(words)
     given = parser_of().parse_args(words)
     results: dict[str, Any] = {"metadata": measured_on(given, words), "model": given.model, "layers": given.layers}
@@ -199,17 +199,28 @@ def main(words: Sequence[str] | None = None) -> None:
         each = [(name, given, folder, path, start) for name in given.variants for start in range(given.starts)]
         # Timed engines run alone; compared engines may run on the device together.
         beside = given.correctness or given.float32
+        found: list[list[dict[str, Any]]] = [[] for _ in each]
+        rows: list[dict[str, Any]] = []
         with ThreadPoolExecutor(len(each) if beside else 1) as pool:
-            rows = list(itertools.chain.from_iterable(pool.map(lambda one: run(*one), each)))
+            places = {pool.submit(run, *one): place for place, one in enumerate(each)}
+            for done in as_completed(places):
+                found[places[done]] = done.result()
+                rows = [*itertools.chain.from_iterable(found)]
+                save(given.output, results, rows)
         if beside:
             results["compared"] = compare_variants(given.variants, folder)
         else:
             bars = judged(rows, given.layers or 36) if given.model == DEFAULT else speed_ups(rows, "vllm")
             print(table(rows, given.variants), *bars, sep="\n")
-    if given.output:
-        from tokenspeed_kernel.workbench.benchmark import as_text
+    save(given.output, results, rows)
 
-        given.output.write_text(as_text({**results, "rows": rows}))
+
+def save(output: Path | None, results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the results and the rows of the engines that have ended, if there is a file."""
+    from tokenspeed_kernel.workbench.benchmark import as_text
+
+    if output is not None:
+        output.write_text(as_text({**results, "rows": rows}))
 
 
 def compare_variants(names: Sequence[str], folder: Path) -> dict[str, Any]:

@@ -576,6 +576,28 @@ def test_all_engines_are_run_and_judged(
     ]  # fmt: skip
 
 
+def test_a_run_that_is_cut_off_keeps_the_engines_that_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def run(name: str, *others: Any) -> list[dict[str, Any]]:
+        if name == "plugin":
+            assert ended.wait(60)
+            raise KeyboardInterrupt
+        return [{"engine": name, "figure": "requests"}]
+
+    def save(output: Path, results: Any, rows: Any) -> None:
+        kept(output, results, rows)
+        ended.set()
+
+    kept = h200_vllm.save
+    monkeypatch.setattr(h200_vllm, "save", save)
+    monkeypatch.setattr(h200_vllm, "run", run)
+    output = tmp_path / "results.json"
+    with pytest.raises(KeyboardInterrupt):
+        h200_vllm.main(["--correctness", "--variants", "plugin", "vllm", "--output", str(output)])
+    assert json.loads(output.read_text())["rows"] == [{"engine": "vllm", "figure": "requests"}]
+
+
 SAVING = """
 import os, sys
 import torch
