@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
 
 from tokenspeed_kernel_base.ops.attention._indexer import index_views
 from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores import dsa_indexer_scores
@@ -167,7 +168,6 @@ def test_positions_become_slots(q_lens: list[int], page_size: int, pages: int) -
 
 
 def test_the_indexer_of_transformers_selects_the_same_positions() -> None:
-    modeling = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
     from transformers import DeepseekV32Config
 
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation import logits_process as warpers
 
 from tokenspeed_kernel_base.ops.sampling.argmax import argmax
 from tokenspeed_kernel_base.ops.sampling.philox import philox4x32, uniform
@@ -413,7 +414,6 @@ def test_probabilities_are_the_restricted_softmax(top_k: int, top_p: float) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_probabilities_are_those_of_transformers(dtype: torch.dtype) -> None:
-    warpers = pytest.importorskip("transformers.generation.logits_process")
     # Requests are drawn from a fixed seed: rounding may decide about a token whose probability is that of a limit.
     draw = random.Random(0)
     for _ in range(150):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.ops.state_space._recurrence import draw_recurrence
@@ -158,13 +159,10 @@ def test_step_sizes_of_float64_are_exact_beyond_the_threshold_of_torch() -> None
 @pytest.mark.parametrize("length", [1, 8, 21])
 @pytest.mark.parametrize("limits", [(0.0, math.inf), (0.05, 0.4)], ids=str)
 def test_prefill_is_the_chunked_scan_of_transformers(length: int, limits: tuple[float, float]) -> None:
-    scan = getattr(pytest.importorskip("transformers.models.mamba2.modeling_mamba2"), "mamba2_chunk_scan", None)
-    if scan is None:
-        pytest.skip("this transformers has no mamba2_chunk_scan")
     given = {name: x.float() for name, x in operands(length, True, seed=length).items() if isinstance(x, torch.Tensor)}
     given["dt"], gate, first = given["dt"] * 3, given.pop("z"), states(1).float()
     x, dt, B, C = (given[name].unsqueeze(0) for name in ("x", "dt", "B", "C"))
-    expected, final = inspect.unwrap(scan)(
+    expected, final = inspect.unwrap(mamba2_chunk_scan)(
         x, dt, given["A"], B, C, 8, given["D"], given["dt_bias"], first, True, limits, return_final_states=True
     )
     cache = first.clone()
