@@ -189,7 +189,7 @@ def measured_on(given: argparse.Namespace, words: Sequence[str]) -> dict[str, An
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs all variants, prints a table, and writes the results: those so far whenever an engine has ended."""
+    """Runs all variants, and prints a table. Whenever an engine has ended, writes all results so far."""
     words = sys.argv[1:] if words is None else list(words)
     given = parser_of().parse_args(words)
     results: dict[str, Any] = {"metadata": measured_on(given, words), "model": given.model, "layers": given.layers}

@@ -111,32 +111,38 @@ def packs() -> tuple[Pack, ...]:
     return () if folders is None else _usable(folders)
 
 
-def sorted_out() -> tuple[list[tuple[str, Pack]], list[tuple[str, str]]]:
-    """Reads the packs that `packs` returns, and those that it leaves out. Does not warn of the latter.
+def examined() -> tuple[list[tuple[str, Pack]], list[tuple[str, str]]]:
+    """Reads all packs of the setting and of installed packages.
 
     Returns:
-        The name and the pack of each usable pack; the name of each other pack, with the reason why it cannot be used. A pack's name
+        The name and the pack of each usable pack. The name of each other pack, with the reason why it cannot be used. A pack's name
         is its folder, or its entry point.
+
+    Warns:
+        StorageWarning: the package of an installed pack cannot be imported.
     """
+    folders = config.settings().packs
+    return ([], []) if folders is None else _examined(folders)
+
+
+@functools.cache
+def _usable(folders: tuple[Path, ...]) -> tuple[Pack, ...]:
+    used, unused = _examined(folders)
+    for name, why in unused:
+        warn_once(f"the pack {name} is not used: {why}")
+    return tuple(pack for _, pack in used)
+
+
+def _examined(folders: Sequence[Path]) -> tuple[list[tuple[str, Pack]], list[tuple[str, str]]]:
+    """Returns what `examined` returns, for these folders and the packs of installed packages, in this order."""
     used: list[tuple[str, Pack]] = []
     unused: list[tuple[str, str]] = []
-    folders = config.settings().packs
-    for folder, name in () if folders is None else _named(folders):
+    for folder, name in [*((folder, str(folder)) for folder in folders), *_installed()]:
         try:
             used.append((name, read_pack(folder)))
         except PackError as error:
             unused.append((name, str(error)))
     return used, unused
-
-
-@functools.cache
-def _usable(folders: tuple[Path, ...]) -> tuple[Pack, ...]:
-    return tuple(_read(_named(folders)))
-
-
-def _named(folders: tuple[Path, ...]) -> list[tuple[Path, str]]:
-    """The folder and the name of each pack: packs of the setting, then packs of installed packages."""
-    return [(folder, str(folder)) for folder in folders] + [*_installed()]
 
 
 def _installed() -> Iterator[tuple[Path, str]]:
@@ -146,14 +152,6 @@ def _installed() -> Iterator[tuple[Path, str]]:
             yield Path(entry.load().__file__).parent, f"{entry.name} ({entry.value})"
         except Exception as error:  # importing may raise anything, and must not affect other packs
             warn_once(f"the pack {entry.name} ({entry.value}) is not used: {type(error).__name__}: {error}")
-
-
-def _read(folders: Sequence[tuple[Path, str]]) -> Iterator[Pack]:
-    for folder, name in folders:
-        try:
-            yield read_pack(folder)
-        except PackError as error:
-            warn_once(f"the pack {name} is not used: {error}")
 
 
 def find(compiler: str, names: Sequence[str], toolchain: Sequence[str]) -> Path | None:

@@ -180,8 +180,8 @@ def test_weights_are_powers_of_e(temperature: float) -> None:
 
 
 def test_weights_of_float32_logits_are_within_the_documented_error() -> None:
-    # The distance, the scale and their product are each rounded to float32. The errors are largest where the exponent is just below
-    # -16 and the three roundings have the same sign.
+    # The exponent is the product of two float32 values: the distance from the largest logit, and the scale. Each of the three is
+    # rounded to float32. The errors are largest if the exponent is just below -16 and all three are rounded in one direction.
     torch.manual_seed(0)
     temperature, largest = torch.rand(1_000_000) + 0.5, torch.randn(1_000_000) * 10
     logits = (largest.double() - temperature.double() * (11.1 + 3 * torch.rand(1_000_000))).float()

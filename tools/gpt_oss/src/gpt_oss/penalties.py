@@ -119,7 +119,7 @@ class Penalties:
         return found
 
     def adjust(self, ops: Any, logits: Tensor, inputs: Tensor, generated: Tensor, sequences: Sequence[Running]) -> Tensor:
-        """Launches the counting of a pass's input tokens, and changes its logits in place.
+        """Counts the input tokens of a pass on the device, and changes the logits of this pass in place.
 
         Args:
             ops: the operators.

@@ -151,7 +151,8 @@ def warm_up(
             tokens = sample(model.ops, logits, [sampling] * rows, [0] * rows)
         for listed in (0, listed_tokens(logits)):
             model.ops.token_logprobs(logits, tokens, listed)
-        # Long lists are combined with one row only. All combinations would need much memory.
+        # One row is run with every list length, several rows with the shortest lists only. Long lists of many rows would need too
+        # much memory.
         for width in widths(longest, model.config.vocab_size)[: 1 if rows > 1 else None]:
             rehearse(model.ops, logits, width)
     if model.device.type == "cuda":

@@ -209,7 +209,7 @@ def _check_plugins(findings: list[Finding]) -> None:
 
 
 def _check_packs(platform: dict[str, Any], findings: list[Finding]) -> None:
-    used, unused = packs.sorted_out()
+    used, unused = packs.examined()
     remedy = f"correct {config.PREFIX}PACKS, or build the pack again: tokenspeed-kernel pack build"
     findings += [Finding(True, f"the pack {name} is not used: {why}", remedy) for name, why in unused]
     for name, pack in used:

@@ -62,8 +62,8 @@ def draw_layers(
     """Draws the layers' weights, and returns them with the plan of their experts.
 
     The router's bias determines which experts are selected, in each layer other ones: it is 0 for these experts, and -12 for all
-    others. So errors of the residual stream do not change the selection. The logits of selected experts stay small, because a
-    bias of 6 makes them so large that their rounding to 16 bits moves whole rows of the result by up to 2%.
+    others. So errors of the residual stream do not change the selection. The bias of selected experts is 0, because larger logits
+    are rounded more coarsely: with a bias of 6, the rounding to bfloat16 changed whole rows of the result by up to 2%.
 
     Args:
         windows: the ``window_left`` of each layer.

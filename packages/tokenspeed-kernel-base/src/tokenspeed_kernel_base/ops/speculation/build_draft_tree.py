@@ -47,8 +47,7 @@ def build_draft_tree(
 
     Node 0 is the root, which holds the last known token. If fewer than ``nodes - 1`` candidates have a score above -inf, the last
     nodes are absent. Absent nodes have parent -1 and see only themselves. Absent nodes hold the root's token, so that the target
-    model can run on them. A kept candidate whose parent was not kept, or is not an earlier
-    candidate, also has parent -1.
+    model can run on them. A kept candidate also has parent -1 if its parent was not kept, or is not an earlier candidate.
 
     Args:
         tokens: int32 or int64 ``[batch, candidates]``. May be strided.

@@ -195,7 +195,7 @@ def config_of(
         # 192/128: 91.7, 91.4. With head dims of 96 and 80, swap-AB is no faster: 96: 80.1, 79.3; 80: 82.6, 82.4.
         return Config(dtype, *widths, min(16, page_size), rows, work not in SHORT, 16, 2, 1, fp8, capped, swap_ab=True)
     block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
-    if deep(head_dim, page_size, rows, work, fp8):
+    if one_per_sm(head_dim, page_size, rows, work, fp8):
         block, resident = 32, 1
     if page_size == 1 and not fp8 and (rows == 16 or head_dim == 128):
         block = max(16, block // 2)  # gathering by cp.async takes registers, so tiles are smaller
@@ -213,8 +213,8 @@ def paired(head_dim: int, v_head_dim: int, page_size: int, rows: int, work: Work
     return fp8 and rows == 8 and head_dim == v_head_dim == 64 and page_size > 1 and work in ("much", "long")
 
 
-def deep(head_dim: int, page_size: int, rows: int, work: Work, fp8: bool) -> bool:
-    """Whether one CTA per SM, with tiles of 32 keys, has all of the SM's shared memory as its ring.
+def one_per_sm(head_dim: int, page_size: int, rows: int, work: Work, fp8: bool) -> bool:
+    """Whether there is one CTA per SM, with tiles of 32 keys. Its K/V ring then takes nearly all of the SM's shared memory.
 
     Microseconds back to back with cold caches (`benchmarks/h200_decode_tiles.py`), for 32 keys and one CTA per SM, for 64 keys and
     one CTA, and for 64 keys and two CTAs: 16 x 1088 tokens 12.0, 12.4, 16.9; 64 x 1088 40.6, 41.2, 43.7; 256 x 1088 146.1, 148.4,
