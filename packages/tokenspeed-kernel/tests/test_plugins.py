@@ -478,7 +478,8 @@ def test_disabling_a_plugin_leaves_its_packages_own_functions_alone(two_plugins:
 
 @pytest.fixture
 def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Writes a package that works alone. The kernel's module has the operator's name. The package also declares an operator."""
+    """Writes a package that works without the core. Its kernel's module has the name of the kernel's operator. The package also
+    declares an operator of its own."""
     package = f"own_kernels_{next(_packages)}"
     folder = tmp_path / package
     folder.mkdir()

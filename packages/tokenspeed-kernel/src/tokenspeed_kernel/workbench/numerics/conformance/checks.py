@@ -122,8 +122,8 @@ def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: s
     return replace(outcome, case=case, reason=f"{said}: {'; '.join(fault.text for fault in faults)}", faults=blamed)
 
 
-# What a float option is multiplied by, and what it becomes if it is 0, None or infinite, until the reference's result changes. The
-# moderate values come first: a kernel's rounding errors may grow with an extreme value.
+# A float option is multiplied by one factor after the other, until the reference's result changes. An option that is 0, None or
+# infinite is set to one of the values instead. Moderate numbers come first, because rounding errors may grow with extreme ones.
 _FACTORS = (1.5, 0.125, 32.0, 2.0**10, 2.0**15, 2.0**20)
 _VALUES = (1.0, 0.25, 4.0)
 
@@ -158,8 +158,8 @@ def _option_attempt(space: CaseSpace, case: Case, option: str, value: float) -> 
 
 
 def _effective_value(space: CaseSpace, case: Case, option: str) -> float | None:
-    """Returns a value of a float option that changes the reference's result by more than the tolerance.
-    None if no value that is tried is legal and has this effect.
+    """Returns a value of a float option that changes the reference's result by more than the tolerance. Returns None if each value
+    that is tried is illegal, or changes the result by less.
     """
     op = space.op
     given = op.complete(case.build(space.device, space.seed))[option]
