@@ -8,8 +8,8 @@ checkpoints, under the names of the released files, so it handles these tensors 
 with two exceptions: prefix caching is off, because it would skip repeated prompts, and CUDA graphs have the measured batch sizes.
 
 The time of a vLLM decode step is the difference between two runs of the same prompts, with few and with many generated tokens,
-divided by the number of additional tokens. vLLM's runs are repeated until they agree, because vLLM compiles some kernels on first
-use. The time of our decode step is the time that a caller of the engine waits (see `gpt_oss.benchmark`). A prefill is a run that
+divided by the number of additional tokens. vLLM's runs are repeated until the fastest ones agree, because vLLM compiles some kernels
+on first use. The time of our decode step is the time that a caller of the engine waits (see `gpt_oss.benchmark`). A prefill is a run that
 generates one token.
 """
 
@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 FEW, MANY = 8, 136  # numbers of generated tokens; a step's time comes from the difference
-# A measurement is repeated until its last runs agree within this part of their median, at most this number of times.
-AGREEMENT, MOST_RUNS = 0.05, 10
+# A measurement is repeated until its fastest runs agree within this part of their median, at most this number of times.
+AGREEMENT, MOST_RUNS = 0.05, 12
 LOAD_FORMAT = "gpt_oss_random"
 # Default environment of vLLM's processes: a single GPU needs no communication, and nothing is downloaded. FlashInfer may be
 # missing, and greedy tokens need no sampler.
@@ -52,7 +52,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=_counts, default=(1, 4, 16, 64), help="numbers of sequences that decode together")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt before the decode steps")
     parser.add_argument("--prefills", type=_shapes, default=((8, 1024), (4, 8192)), help="like 8x1024,4x8192")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each that must agree, of which the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="fastest runs of each that must agree; their median counts")
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     parser.add_argument("--bias", type=float, default=0.5, help="standard deviation of the random biases")
     parser.add_argument("--prefer", default="", help="kernels of ours that serve wherever they can")
@@ -85,20 +85,21 @@ def prompts_of(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]
 
 
 def steady(run: Callable[[], float], repeats: int) -> list[float]:
-    """Calls ``run``, which returns its seconds, until the last ``repeats`` runs agree. Returns the seconds of these runs.
+    """Calls ``run``, which returns its seconds, until the fastest ``repeats`` runs agree. Returns the seconds of these runs in
+    ascending order.
 
     The engine of vLLM begins with the first requests that arrive, so repeated runs divide the same prompts into different batches.
-    For a new division, vLLM may compile kernels, which takes seconds. After `MOST_RUNS` runs, the last runs are returned even if
-    they disagree.
+    For a new division, vLLM may compile kernels, which takes seconds. This only lengthens a run, so the fastest runs count. After
+    `MOST_RUNS` runs, the fastest runs are returned even if they disagree.
     """
     seconds: list[float] = []
     while True:
         seconds.append(run())
-        last = seconds[-repeats:]
-        middle = statistics.median(last)
-        agree = all(abs(each - middle) <= AGREEMENT * middle for each in last)
-        if len(last) == repeats and (agree or len(seconds) >= MOST_RUNS):
-            return last
+        fastest = sorted(seconds)[:repeats]
+        middle = statistics.median(fastest)
+        agree = all(abs(each - middle) <= AGREEMENT * middle for each in fastest)
+        if len(fastest) == repeats and (agree or len(seconds) >= MOST_RUNS):
+            return fastest
 
 
 def register_loader() -> None:
