@@ -8,8 +8,8 @@ checkpoints, under the names of the released files, so it handles these tensors 
 with two exceptions: prefix caching is off, because it would skip repeated prompts, and CUDA graphs have the measured batch sizes.
 
 The time of a vLLM decode step is the difference between two runs of the same prompts, with few and with many generated tokens,
-divided by the number of additional tokens. vLLM's runs are repeated until the fastest ones agree, because vLLM compiles some kernels
-on first use. The time of our decode step is the time that a caller of the engine waits (see `gpt_oss.benchmark`). A prefill is a run that
+divided by the number of additional tokens. vLLM compiles some kernels on first use, so its runs are repeated until the fastest ones
+agree. The time of our decode step is the time that a caller of the engine waits (see `gpt_oss.benchmark`). A prefill is a run that
 generates one token.
 """
 

@@ -4,7 +4,7 @@
     python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
 
 Most files are results of ``python -m gpt_oss benchmark``: ``h200_many.json``, ``h200_few.json``, ``h200_two.json``,
-``h200_long_one.json``, ``h200.json``, ``h200_long.json``, ``h200_20b_one.json``, ``h200_20b.json``,
+``h200_long_one.json``, ``h200.json``, ``h200_long.json``, ``h200_penalties.json``, ``h200_20b_one.json``, ``h200_20b.json``,
 ``h200_variants.json``, ``h200_fp8_activations.json``, ``h200_dense_one.json`` and ``h200_dense.json``.
 ``beside_vllm.json`` and ``beside_vllm_first.json`` are results of `beside_vllm.py`. Missing results are omitted. A decode step that
 several results have is shown from the first of them, and a prefill likewise.
@@ -59,6 +59,8 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
     found: dict[tuple[int, int, str], str] = {}
     for result in results:
         chosen = "sampled" if result["workload"]["temperature"] else "greedy"
+        if result["workload"].get("penalties"):  # missing in older results
+            chosen += ", with penalties"
         for row in next(iter(result["variants"].values()))["decode"]:
             bar, floor = _bar(STEP_BARS, result, row["batch"], row["context"]), row["milliseconds_floor"]
             found.setdefault(
@@ -190,8 +192,9 @@ def section() -> str:
     lines: list[str] = []
     few = list(_results("h200_many", "h200_few", "h200_two", "h200_long_one"))
     measured = list(_results("h200", "h200_long"))
+    with_penalties = list(_results("h200_penalties"))
     if measured:
-        lines += made_on(measured[0]) + decode(few + measured) + [""] + prefill(few[:2] + measured[:1])
+        lines += made_on(measured[0]) + decode(few + measured + with_penalties) + [""] + prefill(few[:2] + measured[:1])
         lines += [
             "",
             "For each family of operators: the total time of its calls in one pass, timed in isolation with cold caches, then",

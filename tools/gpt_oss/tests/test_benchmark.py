@@ -201,10 +201,23 @@ def test_the_command(tmp_path: Path) -> None:
     )
     assert run.exit_code == 0, run.output
     written = json.loads(output.read_text())
+    assert not written["workload"]["penalties"]
     assert written["metadata"]["git_commit"] == "abc"
     assert [*written["variants"]] == ["optimised"]
     assert written["workload"]["prefills"] == [[1, 5]]
     assert "tokens/s" in run.output
+
+
+def test_requests_that_decode_with_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = []
+    monkeypatch.setattr(
+        benchmark.Engine, "add", lambda engine, request, add=benchmark.Engine.add: added.append(request) or add(engine, request)
+    )
+    sizes = ("--batch", "2", "--context", "7", "--decode-steps", "3", "--prefill", "1x5", "--repeats", "1")
+    run = CliRunner().invoke(app, ["benchmark", "--device", "cpu", "--preset", "tiny", *sizes, "--penalties", "--json"])
+    assert run.exit_code == 0, run.output
+    assert json.loads(run.stdout)["workload"]["penalties"]
+    assert [(len(request.prompt), request.sampling.counts_tokens) for request in added] == [(7, True)] * 2
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ def benchmark(
     temperature: Annotated[float, typer.Option(help="of the tokens that decode steps choose; 0: greedy")] = 1.0,
     bias: Annotated[float, typer.Option(help="standard deviation of random biases; small ones spread tokens over experts")] = 0.5,
     prefer: Annotated[str, typer.Option(help="kernels that serve wherever they can, whatever their priority; empty: none")] = "",
+    penalties: Annotated[bool, typer.Option("--penalties", help="requests that decode have penalties")] = False,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts and sampling")] = 0,
     dtype: DtypeOption = None,
     commit: Annotated[
@@ -179,6 +180,7 @@ def benchmark(
             _names(prefer),
             temperature,
             bias,
+            penalties,
         )
         variants = _names(compare)
         command = "python -m gpt_oss " + shlex.join(sys.argv[1:])

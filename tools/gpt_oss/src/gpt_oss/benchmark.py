@@ -32,7 +32,7 @@ from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
 from gpt_oss.divergence import Probed, divergence_of, probe
 from gpt_oss.engine import Engine
-from gpt_oss.fields import COUNT, INT, Field, check_fields, describe, dtype_name, is_int, number, one_of, optional
+from gpt_oss.fields import BOOL, COUNT, INT, Field, check_fields, describe, dtype_name, is_int, number, one_of, optional
 from gpt_oss.kernels import Heard, listen, portable_only, preferring
 from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
@@ -70,6 +70,7 @@ VARIANTS = {
 
 _WARM_STEPS = 4
 _REPLAYS = 30  # replays of the pass without the engine; each advances the position by one
+_PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1}
 _PREFILL_TOKENS = 65536  # tokens per prefill pass before decode steps; limits the memory of a pass's activations
 # Number of layers whose operators are timed for a prefill: one with a window and one without. The tensors of all layers would not
 # fit in memory.
@@ -117,6 +118,7 @@ class Workload:
         temperature: sampling temperature of decode steps. 0 is greedy; with random weights, greedy texts soon repeat themselves.
         bias: standard deviation of the random biases. All tokens have the same biases, so large biases make tokens select similar
             experts. The floor counts the experts that were selected.
+        penalties: whether requests of decode measurements have repetition, frequency and presence penalties. Bare passes have none.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
@@ -134,6 +136,7 @@ class Workload:
     prefer: Sequence[str] = ()
     temperature: float = 1.0
     bias: float = 0.5
+    penalties: bool = False
 
     def __post_init__(self) -> None:
         counts = ("decode_steps", "repeats", "page_size")
@@ -148,6 +151,7 @@ class Workload:
             "prefer": _NAMES,
             "temperature": number(0),
             "bias": number(0),
+            "penalties": BOOL,
         }
         check_fields(fields, self)
 
@@ -326,10 +330,11 @@ class _Measuring:
             prefill_tokens = min(context * batch, _PREFILL_TOKENS)
             engine = self._engine(batch, self.workload.length(context), prefill_tokens, "graphs" if self.on_gpu else "static")
             engine.generate([Request(prompt, 2) for prompt in self._prompts(batch, 1)])
+        penalties = _PENALTIES if self.workload.penalties else {}
         for index, prompt in enumerate(self._prompts(batch, context)):
             # Request more tokens than are timed, so that the replayed passes have valid pages.
             tokens = self.workload.length(context) - context
-            engine.add(Request(prompt, tokens, Sampling(self.workload.temperature, seed=self.workload.seed + index)))
+            engine.add(Request(prompt, tokens, Sampling(self.workload.temperature, seed=self.workload.seed + index, **penalties)))
         before = engine.steps[Phase.DECODE]
         while engine.steps[Phase.DECODE] < before + _WARM_STEPS:
             engine.step()

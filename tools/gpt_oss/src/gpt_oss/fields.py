@@ -110,6 +110,7 @@ def optional(field: Field) -> Field:
 
 FLAG = Field("True or False", lambda value: isinstance(value, bool))
 INT = Field("an int", is_int)
+BOOL = Field("a bool", lambda value: isinstance(value, bool))
 COUNT = integer(1)
 FLOAT_DTYPE = Field(
     "a floating-point torch.dtype", lambda value: isinstance(value, torch.dtype), lambda value: value.is_floating_point
