@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -208,15 +209,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert "tokens/s" in run.output
 
 
-def test_requests_that_decode_with_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
-    added = []
-    monkeypatch.setattr(
-        benchmark.Engine, "add", lambda engine, request, add=benchmark.Engine.add: added.append(request) or add(engine, request)
-    )
+def test_requests_that_decode_with_penalties() -> None:
     sizes = ("--batch", "2", "--context", "7", "--decode-steps", "3", "--prefill", "1x5", "--repeats", "1")
-    run = CliRunner().invoke(app, ["benchmark", "--device", "cpu", "--preset", "tiny", *sizes, "--penalties", "--json"])
+    with mock.patch.object(benchmark.Engine, "add", autospec=True, side_effect=benchmark.Engine.add) as add:
+        run = CliRunner().invoke(app, ["benchmark", "--device", "cpu", "--preset", "tiny", *sizes, "--penalties", "--json"])
     assert run.exit_code == 0, run.output
     assert json.loads(run.stdout)["workload"]["penalties"]
+    added = [call.args[1] for call in add.call_args_list]
     assert [(len(request.prompt), request.sampling.counts_tokens) for request in added] == [(7, True)] * 2
 
 
