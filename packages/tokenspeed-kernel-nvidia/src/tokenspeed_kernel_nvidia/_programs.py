@@ -180,7 +180,9 @@ class Program(Generic[ConfigT]):
         return f"{self.name}.{digest[:24]}"
 
     def is_kept(self, config: ConfigT) -> bool:
-        """Whether the cache has an intact file of the program for this configuration."""
+        """Whether a pack or the cache has an intact file of the program for this configuration."""
+        if self._packed_file(config) is not None:
+            return True
         file = self.file(config)
         return file is not None and any(whole for _, whole in _cache_files(file))
 
@@ -203,13 +205,17 @@ class Program(Generic[ConfigT]):
             return self._loaded[backend, config]
 
     def packed(self, config: ConfigT) -> Launch | None:
-        """Loads the program from a pack; None if no pack has the program. An emulator has its own cache and uses no packs, because
-        packs are for GPUs."""
+        """Loads the program from a pack; None if no pack has the program."""
+        path = self._packed_file(config)
+        return None if path is None else _loaded(path)
+
+    def _packed_file(self, config: ConfigT) -> Path | None:
+        """Returns the program's file in a pack; None if no pack has an intact file. An emulator has its own cache and uses no
+        packs, because packs are for GPUs."""
         if current().directory() is not None:
             return None
         name = self._file_name(config)
-        path = packs.find(COMPILER, [name + suffix for suffix in SUFFIXES], toolchain())
-        return None if path is None else _loaded(path)
+        return packs.find(COMPILER, [name + suffix for suffix in SUFFIXES], toolchain())
 
     def cached(self, config: ConfigT) -> Launch:
         """Returns the program for a configuration, from a pack, from the cache, or compiled now. Unlike a call of the object, this

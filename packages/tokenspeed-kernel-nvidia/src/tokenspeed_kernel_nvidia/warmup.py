@@ -36,7 +36,7 @@ class Warmed:
 
     Attributes:
         program, config: the program and the configuration that were compiled.
-        seconds: compile time in seconds; 0 if the program was cached.
+        seconds: compile time in seconds; 0 if the program was in a pack or in the cache.
         error: why the compilation failed; empty on success.
     """
 
@@ -96,8 +96,8 @@ def count_lines(selection: Iterable[tuple[Program[Any], Any]]) -> Iterator[str]:
 
 
 def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Generator[Warmed, None, None]:
-    """Compiles the programs of a selection that are not in the cache. Yields the outcome of each configuration when it is complete.
-    Closing the generator early ends the worker processes.
+    """Compiles the programs of a selection that are neither in a pack nor in the cache. Yields the outcome of each configuration
+    when it is complete. Closing the generator early ends the worker processes.
 
     Args:
         selection: see `select`.
@@ -175,7 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--jobs", type=int, default=max(1, len(os.sched_getaffinity(0))), help="number of processes (default: number of cores)"
     )
     parser.add_argument("--every", action="store_true", help="also kernels that calls use only by name")
-    parser.add_argument("--list", action="store_true", help="list configurations, and whether each is cached; compile nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="list configurations, and whether each is in a pack or cached; compile nothing"
+    )
     parser.add_argument("--count", action="store_true", help="count each program's configurations; compile nothing")
     options = parser.parse_args(arguments)
     selection = [
@@ -201,7 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\ninterrupted after {done} of {len(selection)}, which are kept; the same command goes on with the rest")
         return INTERRUPTED
     kept, seconds = len(selection) - compiled - failed, time.perf_counter() - begun
-    print(f"{compiled} compiled, {kept} kept before, {failed} failed in {seconds:.1f} s; they are in {cache_directory()}")
+    print(
+        f"{compiled} compiled, {kept} kept before, {failed} failed in {seconds:.1f} s; they are in {cache_directory()} or in packs"
+    )
     print(f"for {', '.join(toolchain())}")
     return min(failed, 1)
 
