@@ -24,6 +24,7 @@ from tokenspeed_kernel_base import config, packs, storage
 from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.compilation import Compilation
 from tokenspeed_kernel_base.ops.attention._inputs import paged
+from tokenspeed_kernel_base.platform import use_platform
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm_program
 
@@ -163,6 +164,17 @@ def test_batches_and_page_tables_share_programs(tmp_path: Path) -> None:
             tk.mha_with_kvcache(**draw(Draw("cpu")))
     shown = json.loads(pack("build", tmp_path / "calls", "--arch", "gfx942", "-o", tmp_path / "pack", "--json"))
     assert [program["program"] for program in shown["programs"]] == ["tiles_kernel"]
+
+
+def test_a_cache_may_be_larger_than_the_memory(tmp_path: Path) -> None:
+    """A capture without a device knows no lengths, so every sequence is as long as its bound: each cache takes 275 GB here."""
+    cache = torch.empty(16, 64, 8, 64, dtype=torch.bfloat16, device="meta")
+    page_table, lengths = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2048, 2048), (2048,)))
+    with use_platform(packing.device_of("h200")), tk.shape_capture(tmp_path / "calls"):
+        tk.mha_decode_with_kvcache(cache.new_empty(2048, 64, 64), cache, cache, page_table, lengths, max_seqlen_k=131072)
+    ((_, case),) = packing.Source(str(tmp_path / "calls")).calls()
+    made = case.make(packing.blank_draw())
+    assert made["k_cache"].numel() >= 2048 * 131072 * 8 * 64
 
 
 def test_check_says_once_what_to_do(tmp_path: Path) -> None:

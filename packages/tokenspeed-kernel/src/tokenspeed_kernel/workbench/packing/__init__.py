@@ -22,10 +22,12 @@ import dataclasses
 import importlib.util
 import json
 import math
+import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +60,8 @@ _OTHER_SM_COUNT = 256
 # While a pack is made, its programs are in this subfolder of the pack, so that an interrupted build can be resumed.
 BUILDING = ".building"
 _JOURNAL = "programs.jsonl"
+# Memory of a mapping with this flag is not counted until it is written. Python names the flag from 3.13 on; this is Linux's value.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # Kernels in plain PyTorch, which compile nothing. Running them on a CPU would take long.
 _UNCOMPILED = frozenset({"reference", "torch"})
 
@@ -108,9 +112,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class _Drawn:
-    """Makes the arguments of a model's call, with zeros in place of fake tensors. The operating system allocates memory for the
-    zeros only when it is first used.
-    """
+    """Makes the arguments of a model's call, with zeros in place of fake tensors."""
 
     call: models.Call
 
@@ -120,11 +122,21 @@ class _Drawn:
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns zeros in place of a tensor without data; any other tensor unchanged."""
+    """Returns zeros in place of a tensor without data, see `untouched`; any other tensor unchanged."""
     if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
         return tensor
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return torch.zeros(elements if tensor.numel() else 0, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return untouched(elements if tensor.numel() else 0, tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def untouched(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns zeros, ``[elements]``. The operating system allocates memory for them only when it is first written. So they may be
+    larger than the machine's memory, in which `torch.zeros` would fail. A model's KV cache may be as large.
+    """
+    if not elements:
+        return torch.zeros(0, dtype=dtype)
+    pages = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype)
 
 
 @contextlib.contextmanager
@@ -389,17 +401,20 @@ def _with_zeros(value: Any) -> Any:
 
 
 def blank_draw() -> Draw:
-    """Returns a `Draw` that leaves large random tensors uninitialised, because memory that is never written costs nothing."""
+    """Returns a `Draw` whose large random tensors are zeros that take no memory, see `untouched`."""
 
     class Blank(Draw):
         def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype) if _is_large(shape) else super().normal(*shape, dtype=dtype, scale=scale)
+            return zeros(shape, dtype) if _is_large(shape) else super().normal(*shape, dtype=dtype, scale=scale)
 
         def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype) if _is_large(shape) else super().uniform(*shape, low=low, high=high, dtype=dtype)
+            return zeros(shape, dtype) if _is_large(shape) else super().uniform(*shape, low=low, high=high, dtype=dtype)
 
         def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype) if _is_large(shape) else super().integers(low, high, *shape, dtype=dtype)
+            return zeros(shape, dtype) if _is_large(shape) else super().integers(low, high, *shape, dtype=dtype)
+
+    def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return untouched(math.prod(shape), dtype).view(*shape)
 
     return Blank("cpu")
 
