@@ -5,7 +5,7 @@
 A call is one layer of GPT-OSS-120B: 64 query heads, 8 KV heads of dimension 64, a bfloat16 cache with pages of 64 tokens. Calls run
 back to back in a CUDA graph. Each reads another cache than the call before, and all caches together exceed L2, so that caches are
 cold. Each variant's result is compared with that of the selected configuration. A row is printed and written as soon as it is
-measured. In lengths like ``1-4096``, each sequence has a random length.
+measured. In lengths like ``1-4096``, each sequence has a random length. ``tokens`` counts the visible tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -57,20 +57,45 @@ class Case:
         """The class of the work in `config_of`."""
         return "short" if self.window >= 0 else "much"
 
+    def lengths(self) -> Tensor:
+        """Returns the length of each sequence: the same in each run."""
+        bounds = self.shortest, self.longest + 1
+        return torch.randint(*bounds, (self.sequences,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+
+    @property
+    def tokens(self) -> int:
+        """The number of visible tokens of all sequences together."""
+        lengths = self.lengths()
+        return int((lengths if self.window < 0 else lengths.clamp(max=self.window + 1)).sum())
+
     def __str__(self) -> str:
         lengths = str(self.longest) if self.shortest == self.longest else f"{self.shortest}-{self.longest}"
         return f"{self.sequences} x {lengths}" + (f", window {self.window}" if self.window >= 0 else "")
 
 
 CASES = (
+    # Sequences of equal length. With one CTA per SM there are 16 groups of CTAs, so 16 of these sequences need not be split.
     Case(16, 1088, 1088),
-    Case(16, 1088, 1088, 127),
+    Case(20, 1088, 1088),
     Case(64, 1088, 1088),
     Case(256, 1088, 1088),
     Case(4, 32768, 32768),
+    # Sequences of different lengths.
+    Case(8, 512, 1536),
+    Case(16, 512, 1536),
+    Case(32, 512, 1536),
+    Case(64, 512, 1536),
+    Case(128, 512, 1536),
     Case(13, 1, 4096),
     Case(40, 1, 4096),
+    Case(4, 1, 32768),
+    # Layers with a window.
+    Case(2, 1088, 1088, 127),
+    Case(8, 1088, 1088, 127),
+    Case(16, 1088, 1088, 127),
     Case(40, 1, 4096, 127),
+    Case(64, 1088, 1088, 127),
+    Case(96, 1088, 1088, 127),
 )
 
 
@@ -88,7 +113,7 @@ def variants_of(work: Work) -> dict[str, Config]:
 def calls_of(case: Case, device: torch.device) -> list[Callable[[], Tensor]]:
     """Returns calls of a case, each with its own cache."""
     draw = torch.Generator(device).manual_seed(0)
-    lengths = torch.randint(case.shortest, case.longest + 1, (case.sequences,), generator=draw, device=device, dtype=torch.int32)
+    lengths = case.lengths().to(device)
     pages = -(-case.longest // PAGE_SIZE)
     shape = case.sequences * pages, PAGE_SIZE, KV_HEADS, HEAD_DIM
     copies = max(2, math.ceil(CACHED_BYTES / (4 * math.prod(shape))))
@@ -123,7 +148,7 @@ def measured(case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
         for name, replay in replays.items():
             times[name].append(statistics.median(sample(replay, device, budget_s=0.01, cache="warm")) / (PASSES * len(calls)))
     for name, config in variants_of(case.work).items():
-        sizes = {"block": config.block, "resident": config.resident}
+        sizes = {"tokens": case.tokens, "block": config.block, "resident": config.resident}
         yield {"case": str(case), "variant": name, **sizes, "us": statistics.median(times[name]), "error": errors[name]}
 
 
