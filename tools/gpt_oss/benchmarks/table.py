@@ -3,11 +3,11 @@
     python tools/gpt_oss/benchmarks/table.py            # prints them
     python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
 
-Most files are results of ``python -m gpt_oss benchmark``: ``h200_many.json``, ``h200_few.json``, ``h200_two.json``,
-``h200_long_one.json``, ``h200.json``, ``h200_long.json``, ``h200_penalties.json``, ``h200_20b_one.json``, ``h200_20b.json``,
-``h200_variants.json``, ``h200_fp8_activations.json``, ``h200_dense_one.json`` and ``h200_dense.json``.
-``beside_vllm.json`` and ``beside_vllm_first.json`` are results of `beside_vllm.py`. Missing results are omitted. A decode step that
-several results have is shown from the first of them, and a prefill likewise.
+Most files are results of ``python -m gpt_oss benchmark``: ``h200_steps.json``, ``h200_many.json``, ``h200_few.json``,
+``h200_two.json``, ``h200_long_one.json``, ``h200.json``, ``h200_long.json``, ``h200_penalties.json``, ``h200_20b_one.json``,
+``h200_20b.json``, ``h200_variants.json``, ``h200_fp8_activations.json``, ``h200_dense_one.json`` and ``h200_dense.json``.
+``beside_vllm.json`` is a result of `beside_vllm.py`. Missing results are omitted. A decode step that several results have is shown
+from the first of them, and a prefill likewise.
 """
 
 from __future__ import annotations
@@ -190,11 +190,11 @@ def _is_steady(seconds: Sequence[float]) -> bool:
 def section() -> str:
     """Returns the text between the README's two markers."""
     lines: list[str] = []
-    few = list(_results("h200_many", "h200_few", "h200_two", "h200_long_one"))
+    few = list(_results("h200_steps", "h200_many", "h200_few", "h200_two", "h200_long_one"))
     measured = list(_results("h200", "h200_long"))
     with_penalties = list(_results("h200_penalties"))
     if measured:
-        lines += made_on(measured[0]) + decode(few + measured + with_penalties) + [""] + prefill(few[:2] + measured[:1])
+        lines += made_on(measured[0]) + decode(few + measured + with_penalties) + [""] + prefill(few[:3] + measured[:1])
         lines += [
             "",
             "For each family of operators: the total time of its calls in one pass, timed in isolation with cold caches, then",
@@ -218,7 +218,7 @@ def section() -> str:
             "",
         ]
         lines += [*variants(result), "", *prefill([result])]
-    for result in _results("beside_vllm", "beside_vllm_first"):
+    for result in _results("beside_vllm"):
         commit = result["ours"]["metadata"]["git_commit"][:8]
         heading = f"Compared with vLLM on the same GPU, with the same weights and prompts, greedy, commit {commit}:"
         lines += ["", heading, "", *beside_vllm(result)]

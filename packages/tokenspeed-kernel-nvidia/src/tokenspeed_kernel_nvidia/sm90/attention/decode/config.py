@@ -217,9 +217,10 @@ def one_per_sm(head_dim: int, page_size: int, rows: int, work: Work, fp8: bool) 
     """Whether there is one CTA per SM, with tiles of 32 keys. Its K/V ring then takes nearly all of the SM's shared memory.
 
     Microseconds back to back with cold caches (`benchmarks/h200_decode_tiles.py`), for 32 keys and one CTA per SM, for 64 keys and
-    one CTA, and for 64 keys and two CTAs: 16 x 1088 tokens 12.0, 12.4, 16.9; 64 x 1088 40.6, 41.2, 43.7; 256 x 1088 146.1, 148.4,
-    146.7; 4 x 32768 67.8, 68.7, 70.6. With fewer CTAs, fewer sequences are split: with 8 KV heads there are 16 groups of CTAs
-    instead of 33.
+    one CTA, and for 64 keys and two CTAs: 16 x 1088 tokens 11.7, 12.1, 16.6; 20 x 1088 20.3, 20.6, 18.5; 64 x 1088 39.3, 40.1,
+    42.5; 256 x 1088 144.6, 147.3, 146.3; 4 x 32768 66.9, 67.6, 69.6; 13 sequences of 1 to 4096 tokens 23.1, 23.2, 20.7; 40 of
+    them 54.7, 55.1, 54.4; 8 of 512 to 1536 10.3, 11.2, 12.2. With 8 KV heads there are 16 groups of CTAs instead of 33, so 16
+    sequences of equal length are not split.
     """
     return not fp8 and rows == 8 and head_dim == 64 and page_size > 1 and work == "much"
 
