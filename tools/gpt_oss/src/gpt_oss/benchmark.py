@@ -70,7 +70,7 @@ VARIANTS = {
 
 _WARM_STEPS = 4
 _REPLAYS = 30  # replays of the pass without the engine; each advances the position by one
-_PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1}
+_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1}
 _PREFILL_TOKENS = 65536  # tokens per prefill pass before decode steps; limits the memory of a pass's activations
 # Number of layers whose operators are timed for a prefill: one with a window and one without. The tensors of all layers would not
 # fit in memory.
