@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpac
 from tokenspeed_kernel_base.cases import Case, Draw, recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
 from tokenspeed_kernel_base.ops.attention._inputs import paged
+from tokenspeed_kernel_base.ops.moe.plan import PLAN_KINDS
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.registry import KernelRegistry
-from tokenspeed_kernel_base.spec import KernelSpec
+from tokenspeed_kernel_base.spec import CANONICAL, KernelSpec
 from tokenspeed_kernel_base.traits import ANY, as_constraint, at_least, at_most, between, multiple_of, one_of
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -79,11 +82,11 @@ def right(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: T
     return made if out is None else out.copy_(made)
 
 
-def space(op: Operator[Any, Any], impl: Impl = right, **declared: Any) -> CaseSpace:
+def space(op: Operator[Any, Any], impl: Impl = right, cases: Sequence[Case] | None = None, **declared: Any) -> CaseSpace:
     declared = {"traits": {"shift": any, "negate": any}, **declared}
     spec = KernelSpec(f"kernel_{op.mode}", op.family, op.mode, solution="tried", format_signatures=None, **declared)
     KernelRegistry.get().register(spec, impl)
-    return CaseSpace.of(op, spec, CPU, op.all_cases())
+    return CaseSpace.of(op, spec, CPU, op.all_cases() if cases is None else cases)
 
 
 def failures(results: Iterator[CaseResult]) -> list[str]:
@@ -151,6 +154,24 @@ def test_a_trait_that_no_case_reaches_is_said(op: Operator[Any, Any]) -> None:
     skipped = [r for r in results if r.status is Status.SKIPPED]
     assert skipped
     assert all("could be made to have width=" in r.reason for r in skipped)
+
+
+@pytest.mark.parametrize(("field", "neutral", "constant"), [("alpha", 1.0, 1.702), ("beta", 0.0, 1.0), ("limit", None, 7.0)])
+def test_a_kernel_that_knows_one_value_of_an_option(field: str, neutral: float | None, constant: float) -> None:
+    """The kernel computes as GPT-OSS does, whatever number its plan has."""
+    op = get_operator("moe.moe_apply")
+    cases = [
+        case for case in op.all_cases() if case.name in ("dense float32, 4 experts, odd sizes", "dense bfloat16, gpt-oss options")
+    ]
+    assert len(cases) == 2
+
+    def gpt_oss_kernel(x: Tensor, weights: Any, topk_weights: Tensor, topk_ids: Tensor, plan: Any, out: Tensor | None) -> Any:
+        plan = plan if getattr(plan, field) == neutral else dataclasses.replace(plan, **{field: constant})
+        return op.reference(x, weights, topk_weights, topk_ids, plan, out)
+
+    tried = space(op, gpt_oss_kernel, cases, traits=dict.fromkeys(PLAN_KINDS, any) | {"weight_layout": CANONICAL})
+    (found,) = failures(checks.option_edges(tried))
+    assert re.search(rf"is wrong at plan\.{field}=[\d.]+( \(ignores plan\.{field}: .*\))?: output: ", found)
 
 
 def test_nothing_to_do(op: Operator[Any, Any]) -> None:

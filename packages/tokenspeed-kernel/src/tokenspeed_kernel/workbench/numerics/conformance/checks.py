@@ -14,7 +14,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from tokenspeed_kernel.workbench.numerics.verify import (
 from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.cases import Case, Draw, Recipe
 from tokenspeed_kernel_base.operator import Operator
-from tokenspeed_kernel_base.parameters import NO_LIMIT, Kind, tensor_arguments, with_tensors
+from tokenspeed_kernel_base.parameters import NO_LIMIT, Kind, Parameter, tensor_arguments, with_tensors
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.signature import Decoded
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -123,51 +123,90 @@ def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: s
 
 
 # A float option is multiplied by one factor after the other, until the reference's result changes. An option that is 0, None or
-# infinite is set to one of the values instead. Moderate numbers come first, because rounding errors may grow with extreme ones.
+# infinite is set to one of the values instead. Moderate numbers come first, because rounding errors may grow with extreme ones. 1
+# is not among the values, because a kernel may have this constant in place of the option.
 _FACTORS = (1.5, 0.125, 32.0, 2.0**10, 2.0**15, 2.0**20)
-_VALUES = (1.0, 0.25, 4.0)
+_VALUES = (0.75, 0.25, 4.0)
+
+
+class _Option(NamedTuple):
+    """An option of an operator: a parameter that is a value, or a field of such a parameter, such as a plan's.
+
+    Attributes:
+        parameter: describes the option.
+        holder: the name of the parameter that has the field; empty if the option is a parameter itself.
+    """
+
+    parameter: Parameter
+    holder: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.parameter.name
+
+    def of(self, arguments: dict[str, Any]) -> Any:
+        """Returns the option's value."""
+        return self.parameter.read(arguments[self.holder]) if self.holder else arguments[self.name]
+
+    def changed(self, arguments: dict[str, Any], value: Any) -> dict[str, Any]:
+        """Returns the arguments with another value of the option."""
+        if not self.holder:
+            return {**arguments, self.name: value}
+        return {**arguments, self.holder: replace(arguments[self.holder], **{self.parameter.attribute: value})}
 
 
 def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
     """Sets each integer option of the operator to -1, 0, the largest int32 (for `unlimited` options, the largest value that is
-    still a limit, 2^30 - 1), the largest int64, and one more than that. Sets each float option to a value that changes the
-    reference's result, so that a kernel that ignores the option is wrong. The results must be correct, or the operator must reject
-    the call.
+    still a limit, 2^30 - 1), the largest int64, and one more than that. Sets each float option, also in a plan, to a value that
+    changes the reference's result, so that a kernel that ignores the option is wrong. The results must be correct, or the operator
+    must reject the call.
     """
     op = space.op
-    options = [parameter for parameter in op.parameters if parameter.kind is Kind.VALUE]
-    for case, option in itertools.product(sample(space, most=1), (option for option in options if int in option.types)):
-        largest = NO_LIMIT if option.unlimited else 1 << 31
+    options = [_Option(parameter) for parameter in op.parameters if parameter.kind is Kind.VALUE]
+    # Integers of a plan are sizes of the weights, so no other values are legal.
+    fields = [_Option(field, option.name) for option in options for field in option.parameter.fields]
+    for case, option in itertools.product(sample(space, most=1), (option for option in options if int in option.parameter.types)):
+        largest = NO_LIMIT if option.parameter.unlimited else 1 << 31
         given = {case.build(space.device, space.seed).get(option.name)}
         for value in (-1, 0, largest - 1, (1 << 63) - 1, 1 << 63):
-            normal = option.normal(value)  # the value that kernels receive; it may be the same for several values of the option
+            normal = option.parameter.normal(value)  # the value that kernels receive; it may be the same for several values
             if normal not in given:
                 given.add(normal)
-                yield _option_attempt(space, case, option.name, value)
-    for option in (option for option in options if float in option.types):
-        for case in sample(space, most=3):
-            effective = _effective_value(space, case, option.name)
+                yield _option_attempt(space, case, option, value)
+    for option in (option for option in (*options, *fields) if float in option.parameter.types):
+        for case in sample(space, most=3, suits=functools.partial(_may_change, space, option)):
+            effective = _effective_value(space, case, option)
             if effective is not None:
-                yield _option_attempt(space, case, option.name, effective)
+                yield _option_attempt(space, case, option, effective)
                 break
 
 
-def _option_attempt(space: CaseSpace, case: Case, option: str, value: float) -> CaseResult:
-    edge = replace(case, name=f"{option}={value}, {case.name}")
+def _option_attempt(space: CaseSpace, case: Case, option: _Option, value: float) -> CaseResult:
+    edge = replace(case, name=f"{option.name}={value}, {case.name}")
     return _attempt(space, edge, "option", functools.partial(_option_faults, space, case, option, value))
 
 
-def _effective_value(space: CaseSpace, case: Case, option: str) -> float | None:
+def _values_to_try(given: Any) -> list[float]:
+    factors = isinstance(given, (int, float)) and given != 0 and math.isfinite(given)
+    return [given * factor for factor in _FACTORS] if factors else [*_VALUES]
+
+
+def _may_change(space: CaseSpace, option: _Option, case: Case) -> bool:
+    """Returns whether the kernel is eligible for a case with another value of a float option."""
+    arguments = space.op.complete(case.build(space.device, space.seed))
+    return refusal(space.op, space.spec, option.changed(arguments, _values_to_try(option.of(arguments))[0])) is None
+
+
+def _effective_value(space: CaseSpace, case: Case, option: _Option) -> float | None:
     """Returns a value of a float option that changes the reference's result by more than the tolerance. Returns None if each value
     that is tried is illegal, or changes the result by less.
     """
     op = space.op
-    given = op.complete(case.build(space.device, space.seed))[option]
     usual = op.complete(case.build(space.device, space.seed))
+    values = _values_to_try(option.of(usual))
     before, kept = op.reference(*usual.values()), written_to(op, usual)
-    factors = isinstance(given, (int, float)) and given != 0 and math.isfinite(given)
-    for value in [given * factor for factor in _FACTORS] if factors else _VALUES:
-        arguments = {**op.complete(case.build(space.device, space.seed)), option: value}
+    for value in values:
+        arguments = option.changed(op.complete(case.build(space.device, space.seed)), value)
         try:
             op.check_call(with_tensors(op.parameters, arguments, Tensor.cpu))
         except (TypeError, ValueError):
@@ -180,9 +219,9 @@ def _effective_value(space: CaseSpace, case: Case, option: str) -> float | None:
     return None
 
 
-def _option_faults(space: CaseSpace, case: Case, option: str, value: float) -> list[str]:
+def _option_faults(space: CaseSpace, case: Case, option: _Option, value: float) -> list[str]:
     op, spec = space.op, space.spec
-    plain, arguments = ({**op.complete(case.build(space.device, space.seed)), option: value} for _ in range(2))
+    plain, arguments = (option.changed(op.complete(case.build(space.device, space.seed)), value) for _ in range(2))
     try:
         op.check_call(with_tensors(op.parameters, plain, Tensor.cpu))  # on a GPU the tensors' values are not checked
     except (TypeError, ValueError) as refused:
@@ -201,8 +240,9 @@ def _option_faults(space: CaseSpace, case: Case, option: str, value: float) -> l
         return []
     usual = op.complete(case.build(space.device, space.seed))
     same = compare_results(op, arguments, got, op.reference(*usual.values()), tolerance)
-    ignored = "" if any(c.fault for c in same) else f" (ignores {option}: the result is that of {option}={usual[option]})"
-    return [f"is wrong at {option}={value}{ignored}: {fault}" for fault in faults]
+    name, usually = option.name, option.of(usual)
+    ignored = "" if any(c.fault for c in same) else f" (ignores {name}: the result is that of {name}={usually})"
+    return [f"is wrong at {name}={value}{ignored}: {fault}" for fault in faults]
 
 
 def empties(space: CaseSpace) -> Iterator[CaseResult]:
