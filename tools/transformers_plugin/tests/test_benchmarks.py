@@ -63,18 +63,27 @@ def test_a_run_that_is_cut_off_keeps_its_rows(program: Any, tmp_path: Path, monk
     assert [row["cache"] for row in json.loads(output.read_text())["rows"]] == ["dynamic"]
 
 
-def test_the_readme_has_the_measured_figures() -> None:
-    """Each row of the README's table has the figures of the file, by batch and prompt."""
+@pytest.mark.parametrize(
+    ("place", "file", "variants"),
+    [
+        (0, "h200_transformers.json", ("sdpa", "tokenspeed attention", "tokenspeed")),
+        (1, "h200_flash_attention.json", ("sdpa", "flash_attention_4", "tokenspeed attention")),
+    ],
+)
+def test_the_readme_has_the_measured_figures(place: int, file: str, variants: tuple[str, ...]) -> None:
+    """Each row of a README's table has the figures of its file, by batch and prompt. ``place`` counts the tables."""
     folder = PROGRAM.parent
-    rows = json.loads((folder / "h200_transformers.json").read_text())["rows"]
+    rows = json.loads((folder / file).read_text())["rows"]
     found = {(row["variant"], row["batch"], row["prompt"]): row for row in rows}
     readme = (folder.parent / "README.md").read_text().splitlines()
     for batch, prompt in {key[1:] for key in found}:
-        (line,) = (line for line in readme if line.startswith(f"| {batch} x {prompt:,} |"))
+        line = [line for line in readme if line.startswith(f"| {batch} x {prompt:,} |")][place]
         wanted = []
         for figure in ("prefill", "decode", "graph"):
-            for variant in ("sdpa", "tokenspeed attention", "tokenspeed"):
-                value = found.get((variant, batch, prompt), {}).get(figure)
+            for variant in variants:
+                row = found.get((variant, batch, prompt), {})
+                value = row.get(figure)
                 digits = None if value is None else 0 if value >= 200 else 1
-                wanted.append("" if value is None else f"{value:,.{digits}f}")
+                empty = "error" if f"{figure}_problem" in row else ""
+                wanted.append(empty if value is None else f"{value:,.{digits}f}")
         assert [cell.strip() for cell in line.strip("|").split("|")[1:]] == wanted, line
