@@ -174,6 +174,21 @@ def test_a_kernel_that_knows_one_value_of_an_option(field: str, neutral: float |
     assert re.search(rf"is wrong at plan\.{field}=[\d.]+( \(ignores plan\.{field}: .*\))?: output: ", found)
 
 
+def test_a_kernel_that_ignores_scales() -> None:
+    op = get_operator("attention.mha_with_kvcache")
+    cases = [case for case in op.all_cases() if case.name == "fp8 q and cache, a scale each"]
+    ignored = [*(parameter.name for parameter in op.parameters)].index("q_scale")
+
+    def unscaled_kernel(*arguments: Any) -> Any:
+        return op.reference(*arguments[:ignored], None, *arguments[ignored + 1 :])
+
+    traits = dict.fromkeys(op.traits, any)
+    assert not failures(checks.option_edges(space(op, op.reference, cases, traits=traits)))
+    KernelRegistry.get().unregister(f"kernel_{op.mode}")
+    found = failures(checks.option_edges(space(op, unscaled_kernel, cases, traits=traits)))
+    assert any("is wrong at factor of q_scale=" in reason for reason in found)
+
+
 def test_nothing_to_do(op: Operator[Any, Any]) -> None:
     def none(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
         assert len(x), "no rows"

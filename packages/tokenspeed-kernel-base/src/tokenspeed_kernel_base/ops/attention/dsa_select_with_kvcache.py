@@ -122,7 +122,8 @@ def _inputs(
     page_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Draws small integers, whose sums are exact in any order, so all backends select the same slots. Many scores are equal."""
+    """Draws small integers, and powers of two as scales. Their sums are exact in any order, so all backends select the same slots.
+    Many scores are equal."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = index_inputs(kv_lens, q_lens, heads=heads, head_dim=head_dim, page_size=page_size, dtype=dtype)(draw)
@@ -131,7 +132,8 @@ def _inputs(
             narrow = dtype.itemsize == 1  # on some devices PyTorch writes 1-byte dtypes only as uint8; k_cache is a view of pages
             (arguments[name].view(torch.uint8) if narrow else arguments[name]).copy_(values.view(torch.uint8) if narrow else values)
         if arguments["k_scale_cache"] is not None:
-            arguments["k_scale_cache"].fill_(0.5)
+            powers = draw.integers(-1, 2, *arguments["k_scale_cache"].shape, dtype=torch.int32)
+            arguments["k_scale_cache"].copy_(torch.exp2(powers.float()))
         arguments["weights"] = draw.integers(-4, 9, *arguments["weights"].shape, dtype=torch.int32).to(arguments["weights"].dtype)
         return {**arguments, "top_k": top_k}
 

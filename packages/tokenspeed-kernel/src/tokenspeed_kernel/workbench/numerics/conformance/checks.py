@@ -155,11 +155,34 @@ class _Option(NamedTuple):
         return {**arguments, self.holder: replace(arguments[self.holder], **{self.parameter.attribute: value})}
 
 
+class _Factor(NamedTuple):
+    """A factor of a scale tensor, which is 1 in every case. It is treated as an option.
+
+    Attributes:
+        scale: the name of the tensor.
+    """
+
+    scale: str
+
+    @property
+    def name(self) -> str:
+        return f"factor of {self.scale}"
+
+    def of(self, arguments: dict[str, Any]) -> float | None:
+        """Returns 1, or None if the case has no such tensor of floats."""
+        scale = arguments[self.scale]
+        return 1.0 if isinstance(scale, Tensor) and scale.dtype in (torch.float32, torch.float64) else None
+
+    def changed(self, arguments: dict[str, Any], value: float) -> dict[str, Any]:
+        """Returns the arguments with multiples of the scales."""
+        return {**arguments, self.scale: arguments[self.scale] * value}
+
+
 def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
     """Sets each integer option of the operator to -1, 0, the largest int32 (for `unlimited` options, the largest value that is
     still a limit, 2^30 - 1), the largest int64, and one more than that. Sets each float option, also in a plan, to a value that
-    changes the reference's result, so that a kernel that ignores the option is wrong. The results must be correct, or the operator
-    must reject the call.
+    changes the reference's result, so that a kernel that ignores the option is wrong. Multiplies each tensor of scales likewise.
+    The results must be correct, or the operator must reject the call.
     """
     op = space.op
     options = [_Option(parameter) for parameter in op.parameters if parameter.kind is Kind.VALUE]
@@ -173,15 +196,17 @@ def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
             if normal not in given:
                 given.add(normal)
                 yield _option_attempt(space, case, option, value)
-    for option in (option for option in (*options, *fields) if float in option.parameter.types):
-        for case in sample(space, most=3, suits=functools.partial(_may_change, space, option)):
-            effective = _effective_value(space, case, option)
+    numbers: list[_Option | _Factor] = [option for option in (*options, *fields) if float in option.parameter.types]
+    numbers += map(_Factor, op.scales)
+    for number in numbers:
+        for case in sample(space, most=3, suits=functools.partial(_may_change, space, number)):
+            effective = _effective_value(space, case, number)
             if effective is not None:
-                yield _option_attempt(space, case, option, effective)
+                yield _option_attempt(space, case, number, effective)
                 break
 
 
-def _option_attempt(space: CaseSpace, case: Case, option: _Option, value: float) -> CaseResult:
+def _option_attempt(space: CaseSpace, case: Case, option: _Option | _Factor, value: float) -> CaseResult:
     edge = replace(case, name=f"{option.name}={value}, {case.name}")
     return _attempt(space, edge, "option", functools.partial(_option_faults, space, case, option, value))
 
@@ -191,13 +216,15 @@ def _values_to_try(given: Any) -> list[float]:
     return [given * factor for factor in _FACTORS] if factors else [*_VALUES]
 
 
-def _may_change(space: CaseSpace, option: _Option, case: Case) -> bool:
+def _may_change(space: CaseSpace, option: _Option | _Factor, case: Case) -> bool:
     """Returns whether the kernel is eligible for a case with another value of a float option."""
     arguments = space.op.complete(case.build(space.device, space.seed))
+    if isinstance(option, _Factor) and option.of(arguments) is None:
+        return False
     return refusal(space.op, space.spec, option.changed(arguments, _values_to_try(option.of(arguments))[0])) is None
 
 
-def _effective_value(space: CaseSpace, case: Case, option: _Option) -> float | None:
+def _effective_value(space: CaseSpace, case: Case, option: _Option | _Factor) -> float | None:
     """Returns a value of a float option that changes the reference's result by more than the tolerance. Returns None if each value
     that is tried is illegal, or changes the result by less.
     """
@@ -219,7 +246,7 @@ def _effective_value(space: CaseSpace, case: Case, option: _Option) -> float | N
     return None
 
 
-def _option_faults(space: CaseSpace, case: Case, option: _Option, value: float) -> list[str]:
+def _option_faults(space: CaseSpace, case: Case, option: _Option | _Factor, value: float) -> list[str]:
     op, spec = space.op, space.spec
     plain, arguments = (option.changed(op.complete(case.build(space.device, space.seed)), value) for _ in range(2))
     try:
