@@ -148,16 +148,19 @@ def _inputs_and_logits(
     *,
     logits_dtype: torch.dtype = torch.bfloat16,
     routing: dict[str, Any] | None = None,
+    corrected: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Draws the arguments of `moe_apply`, and router logits of dtype ``logits_dtype``. ``routing`` holds options of `moe_topk`."""
+    """Draws the arguments of `moe_apply`, and router logits of dtype ``logits_dtype``. ``routing`` holds options of `moe_topk`.
+    ``corrected``: whether to draw a correction bias."""
     layer = _inputs(tokens, experts, top_k, hidden, intermediate, **options)
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = {name: value for name, value in layer(draw).items() if not name.startswith("topk_")}
         # These logits spread the routing weights over the slots, as in the cases of `moe_apply`. So errors of narrow activations
         # average over slots.
-        return {**arguments, "logits": draw.normal(tokens, experts, dtype=logits_dtype), **(routing or {})}
+        made = {**arguments, "logits": draw.normal(tokens, experts, dtype=logits_dtype), **(routing or {})}
+        return {**made, "correction_bias": draw.normal(experts)} if corrected else made
 
     return make
 
@@ -183,7 +186,8 @@ def _() -> list[Case]:
             "mxfp4 in all, two of 16 experts",
             _inputs_and_logits(6, 16, 2, 64, 96, weight_format="mxfp4", activation_dtype="mxfp4"),
         ),
-        Case("mxfp4, groups", _inputs_and_logits(5, 8, 2, 64, 32, routing=groups, **mxfp4)),
+        Case("mxfp4, groups", _inputs_and_logits(5, 16, 6, 64, 32, routing=groups, **mxfp4)),
+        Case("mxfp4, groups, a correction bias", _inputs_and_logits(4, 16, 6, 64, 32, routing=groups, corrected=True, **mxfp4)),
     ]
 
 

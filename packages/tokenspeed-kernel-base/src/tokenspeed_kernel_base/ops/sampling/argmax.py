@@ -60,8 +60,16 @@ def _(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 @recipe
-def _inputs(rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
-    return lambda draw: {"logits": draw.normal(rows, vocab, dtype=dtype, scale=4.0)}
+def _inputs(rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16, ends: bool = False) -> Callable[[Draw], dict[str, Any]]:
+    """Draws logits. ``ends``: whether each row's largest logit is its last, or, in every other row, its first."""
+
+    def make(draw: Draw) -> dict[str, Any]:
+        logits = draw.normal(rows, vocab, dtype=dtype, scale=4.0)
+        if ends:
+            logits[::2, -1] = logits[1::2, 0] = 100.0
+        return {"logits": logits}
+
+    return make
 
 
 def _ties(draw: Draw) -> dict[str, Any]:
@@ -86,6 +94,8 @@ def _() -> list[Case]:
     return [
         Case("one token, float32", _inputs(1, 1, torch.float32)),
         Case("gpt-oss-120b decode 4", _inputs(4, 201088)),
+        Case("the largest are the last and the first, odd vocab 1001", _inputs(5, 1001, ends=True)),
+        Case("the largest of 201088 are the last and the first, float32", _inputs(2, 201088, torch.float32, ends=True)),
         Case("odd vocab 1001, float16", _inputs(7, 1001, torch.float16)),
         Case("int32 tokens", lambda draw: {**_inputs(5, 3000)(draw), "out_dtype": torch.int32}),
         Case("a third of the row ties", _ties),

@@ -81,8 +81,18 @@ def _(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @recipe
-def _inputs(rows: int, vocab: int, first_token: int = 0, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
-    return lambda draw: {"logits": draw.normal(rows, vocab, dtype=dtype, scale=4.0), "first_token": first_token}
+def _inputs(
+    rows: int, vocab: int, first_token: int = 0, dtype: torch.dtype = torch.bfloat16, ends: bool = False
+) -> Callable[[Draw], dict[str, Any]]:
+    """Draws logits. ``ends``: whether each row's largest logit is its last, or, in every other row, its first."""
+
+    def make(draw: Draw) -> dict[str, Any]:
+        logits = draw.normal(rows, vocab, dtype=dtype, scale=4.0)
+        if ends:
+            logits[::2, -1] = logits[1::2, 0] = 100.0
+        return {"logits": logits, "first_token": first_token}
+
+    return make
 
 
 def _odd_values(draw: Draw) -> dict[str, Any]:
@@ -102,6 +112,8 @@ def _() -> list[Case]:
     return [
         Case("one token, float32", _inputs(1, 1, 0, torch.float32)),
         Case("odd vocab 1001, float16", _inputs(7, 1001, 3, torch.float16)),
+        Case("the largest are the last and the first, odd vocab 1001", _inputs(5, 1001, 7, ends=True)),
+        Case("the largest of 25136 are the last and the first", _inputs(2, 25136, 25136, ends=True)),
         Case("nan, inf, -inf, signed zeros and ties", _odd_values),
         Case("no rows", _inputs(0, 100)),
         Case("gpt-oss-120b decode 4, the second of 8 parts", _inputs(4, 25136, 25136)),
