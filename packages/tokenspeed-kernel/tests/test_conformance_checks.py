@@ -174,18 +174,30 @@ def test_a_kernel_that_knows_one_value_of_an_option(field: str, neutral: float |
     assert re.search(rf"is wrong at plan\.{field}=[\d.]+( \(ignores plan\.{field}: .*\))?: output: ", found)
 
 
-def test_a_kernel_that_ignores_scales() -> None:
-    op = get_operator("attention.mha_with_kvcache")
-    cases = [case for case in op.all_cases() if case.name == "fp8 q and cache, a scale each"]
-    ignored = [*(parameter.name for parameter in op.parameters)].index("q_scale")
+@pytest.mark.parametrize(
+    ("mode", "name", "misread"),
+    [
+        ("mha_with_kvcache", "fp8 q and cache, a scale each", lambda scale: None),
+        (
+            "mha_extend_with_kvcache",
+            "head_dim 256, fp8 q and cache, a scale a kv head, in a window of 30",
+            lambda scale: scale[:1].expand_as(scale),
+        ),
+    ],
+    ids=["ignored", "of the first head"],
+)
+def test_a_kernel_that_misreads_scales(mode: str, name: str, misread: Callable[[Tensor], Tensor | None]) -> None:
+    op = get_operator(f"attention.{mode}")
+    (case,) = (case for case in op.all_cases() if case.name == name)
+    place = [parameter.name for parameter in op.parameters].index("q_scale")
 
-    def unscaled_kernel(*arguments: Any) -> Any:
-        return op.reference(*arguments[:ignored], None, *arguments[ignored + 1 :])
+    def wrong(*arguments: Any) -> Any:
+        return op.reference(*arguments[:place], misread(arguments[place]), *arguments[place + 1 :])
 
     traits = dict.fromkeys(op.traits, any)
-    assert not failures(checks.option_edges(space(op, op.reference, cases, traits=traits)))
+    assert not failures(checks.option_edges(space(op, op.reference, [case], traits=traits)))
     KernelRegistry.get().unregister(f"kernel_{op.mode}")
-    found = failures(checks.option_edges(space(op, unscaled_kernel, cases, traits=traits)))
+    found = failures(checks.option_edges(space(op, wrong, [case], traits=traits)))
     assert any("is wrong at factor of q_scale=" in reason for reason in found)
 
 

@@ -174,8 +174,12 @@ class _Factor(NamedTuple):
         return 1.0 if isinstance(scale, Tensor) and scale.dtype in (torch.float32, torch.float64) else None
 
     def changed(self, arguments: dict[str, Any], value: float) -> dict[str, Any]:
-        """Returns the arguments with multiples of the scales."""
-        return {**arguments, self.scale: arguments[self.scale] * value}
+        """Returns the arguments with multiples of the scales. Neighbouring scales get different multiples, so that a kernel that
+        reads the scale of another head, row or block is wrong.
+        """
+        scale = arguments[self.scale]
+        multiples = torch.exp2((torch.arange(scale.numel(), device=scale.device) % 3).to(scale.dtype)).view(scale.shape)
+        return {**arguments, self.scale: scale * multiples * value}
 
 
 def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
@@ -199,7 +203,7 @@ def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
     numbers: list[_Option | _Factor] = [option for option in (*options, *fields) if float in option.parameter.types]
     numbers += map(_Factor, op.scales)
     for number in numbers:
-        for case in sample(space, most=3, suits=functools.partial(_may_change, space, number)):
+        for case in _cases_to_change(space, number):
             effective = _effective_value(space, case, number)
             if effective is not None:
                 yield _option_attempt(space, case, number, effective)
@@ -214,6 +218,14 @@ def _option_attempt(space: CaseSpace, case: Case, option: _Option | _Factor, val
 def _values_to_try(given: Any) -> list[float]:
     factors = isinstance(given, (int, float)) and given != 0 and math.isfinite(given)
     return [given * factor for factor in _FACTORS] if factors else [*_VALUES]
+
+
+def _cases_to_change(space: CaseSpace, option: _Option | _Factor) -> list[Case]:
+    """Returns a few cases in which another value of a float option is to be tried. Cases with the most scales come first."""
+    cases = sample(space, most=3, suits=functools.partial(_may_change, space, option))
+    if isinstance(option, _Factor):
+        cases.sort(key=lambda case: -int(case.build(space.device, space.seed)[option.scale].numel()))
+    return cases
 
 
 def _may_change(space: CaseSpace, option: _Option | _Factor, case: Case) -> bool:
