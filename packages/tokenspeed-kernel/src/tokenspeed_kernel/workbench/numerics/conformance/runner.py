@@ -250,7 +250,7 @@ def _why_nothing(check: str, space: CaseSpace) -> str:
         return checks.host_kernel(space)
     return {
         "trait edges": "constrains no trait",
-        "option edges": "the operator has no option that is a number and changes the result",
+        "option edges": "no number or scale that the kernel accepts changes the result",
         "nothing to do": "no case can be emptied",
         "unused values": "every value of the operator's arguments matters",
         "graph replay": "needs a GPU",
