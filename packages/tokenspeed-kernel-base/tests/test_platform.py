@@ -170,8 +170,9 @@ def test_overlap_means_that_a_platform_exists() -> None:
 
 def test_use_platform_refuses_a_name() -> None:
     before = current_platform()
+    name: Any = "gfx950"
     message = r"use_platform: platform must be PlatformInfo, got str 'gfx950'; named_platform\('gfx950'\) makes one"
-    with pytest.raises(TypeError, match=message), use_platform("gfx950"):  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=message), use_platform(name):
         pass
     assert current_platform() is before
 

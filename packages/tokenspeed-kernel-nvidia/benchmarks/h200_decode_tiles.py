@@ -58,7 +58,7 @@ class Case:
         return "short" if self.window >= 0 else "much"
 
     def lengths(self) -> Tensor:
-        """Returns the length of each sequence: the same in each run."""
+        """Returns the length of each sequence. Every run draws the same lengths."""
         bounds = self.shortest, self.longest + 1
         return torch.randint(*bounds, (self.sequences,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
 

@@ -62,7 +62,7 @@ VARIANTS: dict[str, tuple[str, dict[str, bool] | None]] = {
     "tokenspeed attention": ("sdpa", {"attention": True, "norms": False, "gated_mlps": False}),
     "tokenspeed norms and MLPs": ("sdpa", {"attention": False}),
     "tokenspeed": ("sdpa", {}),
-    # `flash_attention_3` needs a GPU and the distribution flash-attn-3. Likewise for 4.
+    # `flash_attention_3` needs a GPU and the distribution flash-attn-3. `flash_attention_4` needs a GPU and flash-attn-4.
     "flash_attention_3": ("flash_attention_3", None),
     "flash_attention_4": ("flash_attention_4", None),
 }

@@ -216,7 +216,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def save(output: Path | None, results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the results and the rows of the engines that have ended, if there is a file."""
+    """Writes the results, and the rows of the engines that have ended, to a file. Writes nothing if ``output`` is None."""
     from tokenspeed_kernel.workbench.benchmark import as_text
 
     if output is not None:

@@ -446,10 +446,11 @@ def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
 
 
 def _unbind_modules(package: str, modes: set[str]) -> None:
-    """Makes a package's functions (`standalone.functions_of`) visible again.
+    """Deletes the attributes of a package that are modules and hide the package's functions.
 
-    The import of ``my_kernels.rmsnorm`` binds the module to the attribute ``rmsnorm`` of ``my_kernels``. This attribute would hide
-    the function of this name, which the package's ``__getattr__`` returns. `importlib.import_module` still finds the module.
+    The import of the module ``my_kernels.rmsnorm`` sets the attribute ``rmsnorm`` of ``my_kernels`` to this module. Python then
+    does not call the package's ``__getattr__``, which returns the function ``rmsnorm`` (see `standalone.functions_of`).
+    `importlib.import_module` still finds the module.
     """
     parent = sys.modules[package]
     if "__getattr__" not in vars(parent):

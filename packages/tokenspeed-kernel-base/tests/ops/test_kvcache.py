@@ -115,7 +115,8 @@ def test_an_fp8_cache_rounds_ties_to_even_and_keeps_nan() -> None:
 
 
 def test_float64_values_are_rounded_to_float32_before_they_are_rounded_to_fp8() -> None:
-    # 1.0625 is halfway between 1 and 1.125. PyTorch's conversion from float64 also takes two steps.
+    # 1.0625 is halfway between the fp8 values 1 and 1.125. The value below is larger, so one rounding would give 1.125. In float32
+    # it is 1.0625, which is rounded to even, to 1. PyTorch's conversion also rounds twice.
     k = torch.full((1, 1, 1), 1.0625 + 2.0**-40, dtype=torch.float64)
     k_cache, v_cache = (torch.zeros(1, 1, 1, 1).to(torch.float8_e4m3fn) for _ in range(2))
     store_kv_cache(k, k, k_cache, v_cache, torch.tensor([0]))

@@ -180,7 +180,7 @@ class Program(Generic[ConfigT]):
         return f"{self.name}.{digest[:24]}"
 
     def is_kept(self, config: ConfigT) -> bool:
-        """Whether a pack or the cache has an intact file of the program for this configuration."""
+        """Returns whether the compiled program for this configuration is in a pack or in the cache, in a file without damage."""
         if self._packed_file(config) is not None:
             return True
         file = self.file(config)

@@ -47,9 +47,10 @@ def store_kv_cache(
     Token t goes to ``k_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``, and likewise for v. A token
     with a negative slot, for example the padding of a CUDA graph, is not written. Everything else in the caches is unchanged.
 
-    If the cache has k's dtype, bits are copied. An 8-bit float cache receives ``saturate(k / scale)``. The division is in float32
-    (float64 for float64 inputs) and the result is rounded to nearest even; a float64 result is first rounded to float32.
-    Out-of-range values become the largest finite value with their sign; NaN stays NaN. Attention multiplies by the same scale.
+    If the cache has k's dtype, bits are copied. An 8-bit float cache receives ``saturate(k / scale)``: k is divided in float32 (in
+    float64 for float64 inputs), and the quotient is rounded to the nearest value of the cache's dtype, ties to even. A float64
+    quotient is rounded to float32 before. A quotient beyond the largest finite value becomes this value, with its sign. NaN stays
+    NaN. Attention multiplies the stored values by the same scale.
 
     Args:
         k: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_heads, head_dim]``. May be a strided slice of a

@@ -50,10 +50,10 @@ def store_mla_kv_cache(
     ``kv_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``. A token with a negative slot, for example the
     padding of a CUDA graph, is not written. Everything else in the cache is unchanged.
 
-    If the cache has the latent's dtype, bits are copied. An 8-bit float cache receives ``saturate(x / kv_scale)`` of both parts.
-    The division is in float32 (float64 for float64 inputs) and the result is rounded to nearest even; a float64 result is first
-    rounded to float32. Out-of-range values become the largest finite value with their sign; NaN stays NaN. Attention multiplies by
-    the same scale.
+    If the cache has the latent's dtype, bits are copied. An 8-bit float cache receives ``saturate(x / kv_scale)`` of both parts: x
+    is divided in float32 (in float64 for float64 inputs), and the quotient is rounded to the nearest value of the cache's dtype,
+    ties to even. A float64 quotient is rounded to float32 before. A quotient beyond the largest finite value becomes this value,
+    with its sign. NaN stays NaN. Attention multiplies the stored values by the same scale.
 
     With kv_scale_cache and rope_cache, the cache has DeepSeek-V3.2's layout, with 656 bytes for each token. `mla_cache_views`
     returns the three tensors as views of pages of bytes. Rotary parts are copied. Each 128 elements of a latent share one scale.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Cost, Draw, nbytes
 from tokenspeed_kernel_base.checks import FLOATS, Checker
-from tokenspeed_kernel_base.ops.state_space._recurrence import softplus
+from tokenspeed_kernel_base.ops.activation.softplus import softplus
 from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
 from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_base.variation import Variation, Want

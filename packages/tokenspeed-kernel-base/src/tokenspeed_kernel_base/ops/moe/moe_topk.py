@@ -12,8 +12,8 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.activation.softplus import softplus
 from tokenspeed_kernel_base.ops.sampling.ordering import descending_order
-from tokenspeed_kernel_base.ops.state_space._recurrence import softplus
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 # Added to the sum of the selected scores. It keeps the weights finite if all selected scores are zero, and is negligible otherwise.

@@ -59,17 +59,17 @@ def _(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=out_dtype)
 
 
+def draw_logits(draw: Draw, rows: int, vocab: int, dtype: torch.dtype, ends: bool) -> Tensor:
+    """Draws logits. With ``ends``, the largest logit is the last one in even rows, and the first one in odd rows."""
+    logits = draw.normal(rows, vocab, dtype=dtype, scale=4.0)
+    if ends:
+        logits[::2, -1] = logits[1::2, 0] = 100.0
+    return logits
+
+
 @recipe
 def _inputs(rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16, ends: bool = False) -> Callable[[Draw], dict[str, Any]]:
-    """Draws logits. ``ends``: whether each row's largest logit is its last, or, in every other row, its first."""
-
-    def make(draw: Draw) -> dict[str, Any]:
-        logits = draw.normal(rows, vocab, dtype=dtype, scale=4.0)
-        if ends:
-            logits[::2, -1] = logits[1::2, 0] = 100.0
-        return {"logits": logits}
-
-    return make
+    return lambda draw: {"logits": draw_logits(draw, rows, vocab, dtype, ends)}
 
 
 def _ties(draw: Draw) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.sampling.argmax import draw_logits
 
 MOST_TOKENS = 2**31 - 1
 
@@ -84,15 +85,7 @@ def _(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _inputs(
     rows: int, vocab: int, first_token: int = 0, dtype: torch.dtype = torch.bfloat16, ends: bool = False
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Draws logits. ``ends``: whether each row's largest logit is its last, or, in every other row, its first."""
-
-    def make(draw: Draw) -> dict[str, Any]:
-        logits = draw.normal(rows, vocab, dtype=dtype, scale=4.0)
-        if ends:
-            logits[::2, -1] = logits[1::2, 0] = 100.0
-        return {"logits": logits, "first_token": first_token}
-
-    return make
+    return lambda draw: {"logits": draw_logits(draw, rows, vocab, dtype, ends), "first_token": first_token}
 
 
 def _odd_values(draw: Draw) -> dict[str, Any]:

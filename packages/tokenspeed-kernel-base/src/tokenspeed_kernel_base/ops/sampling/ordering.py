@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def descending_order(values: Tensor) -> Tensor:
-    """Returns the indices, int64 of the values' shape, that sort the last axis of a float tensor in descending order.
+    """Sorts each row of a float tensor ``[..., columns]`` in descending order. Returns the columns in this order: int64, with the
+    shape of ``values``.
 
-    NaN ranks above every number. Equal values, and NaNs, keep their order.
+    NaN ranks above every number. Equal values keep their order, and so do NaNs.
     """
     # On a GPU, sort orders NaNs by their bits: a NaN with the sign bit set ranks below every number. So all NaNs are first replaced
     # by one NaN.

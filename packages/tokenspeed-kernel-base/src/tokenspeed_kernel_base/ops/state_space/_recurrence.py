@@ -10,16 +10,12 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.ops.activation.softplus import softplus
 from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
 from tokenspeed_kernel_base.traits import TraitKind
 
 Maker = Callable[[Draw], dict[str, Any]]
 """A function that draws a case's arguments."""
-
-
-def softplus(x: Tensor) -> Tensor:
-    """Returns ``log(1 + exp(x))``. torch.nn.functional.softplus returns x above 20, which is inexact in float64."""
-    return torch.logaddexp(x, x.new_zeros(()))
 
 
 def step_sizes(

@@ -60,7 +60,8 @@ _OTHER_SM_COUNT = 256
 # While a pack is made, its programs are in this subfolder of the pack, so that an interrupted build can be resumed.
 BUILDING = ".building"
 _JOURNAL = "programs.jsonl"
-# Memory of a mapping with this flag is not counted until it is written. Python names the flag from 3.13 on; this is Linux's value.
+# With this flag, Linux reserves no memory for a mapping, so a mapping may be larger than the machine's memory. Python has a name
+# for the flag since 3.13. The number is the flag's value on x86-64 and Arm.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # Kernels in plain PyTorch, which compile nothing. Running them on a CPU would take long.
 _UNCOMPILED = frozenset({"reference", "torch"})
@@ -126,17 +127,18 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
         return tensor
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return untouched(elements if tensor.numel() else 0, tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return untouched((elements if tensor.numel() else 0,), tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
-def untouched(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros, ``[elements]``. The operating system allocates memory for them only when it is first written. So they may be
-    larger than the machine's memory, in which `torch.zeros` would fail. A model's KV cache may be as large.
+def untouched(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor of zeros. The operating system allocates its memory page by page, when a page is first written. So the
+    tensor may be larger than the machine's memory, as a KV cache may be. `torch.zeros` would fail.
     """
+    elements = math.prod(shape)
     if not elements:
-        return torch.zeros(0, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(*shape)
 
 
 @contextlib.contextmanager
@@ -405,16 +407,13 @@ def blank_draw() -> Draw:
 
     class Blank(Draw):
         def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-            return zeros(shape, dtype) if _is_large(shape) else super().normal(*shape, dtype=dtype, scale=scale)
+            return untouched(shape, dtype) if _is_large(shape) else super().normal(*shape, dtype=dtype, scale=scale)
 
         def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return zeros(shape, dtype) if _is_large(shape) else super().uniform(*shape, low=low, high=high, dtype=dtype)
+            return untouched(shape, dtype) if _is_large(shape) else super().uniform(*shape, low=low, high=high, dtype=dtype)
 
         def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return zeros(shape, dtype) if _is_large(shape) else super().integers(low, high, *shape, dtype=dtype)
-
-    def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return untouched(math.prod(shape), dtype).view(*shape)
+            return untouched(shape, dtype) if _is_large(shape) else super().integers(low, high, *shape, dtype=dtype)
 
     return Blank("cpu")
 

@@ -122,9 +122,9 @@ def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: s
     return replace(outcome, case=case, reason=f"{said}: {'; '.join(fault.text for fault in faults)}", faults=blamed)
 
 
-# A float option is multiplied by one factor after the other, until the reference's result changes. An option that is 0, None or
-# infinite is set to one of the values instead. Moderate numbers come first, because rounding errors may grow with extreme ones. 1
-# is not among the values, because a kernel may have this constant in place of the option.
+# `option_edges` tries several values of a float option, until one changes the reference's result. The values are multiples of the
+# option's value in the case; or `_VALUES`, if the option is 0, None or infinite there. Moderate values come first, because extreme
+# values may increase rounding errors. `_VALUES` does not contain 1: a kernel that always computes with 1 would pass.
 _FACTORS = (1.5, 0.125, 32.0, 2.0**10, 2.0**15, 2.0**20)
 _VALUES = (0.75, 0.25, 4.0)
 
@@ -144,6 +144,10 @@ class _Option(NamedTuple):
     def name(self) -> str:
         return self.parameter.name
 
+    def count(self, arguments: dict[str, Any]) -> int:
+        """Returns how many values a case has for the option: 1."""
+        return 1
+
     def of(self, arguments: dict[str, Any]) -> Any:
         """Returns the option's value."""
         return self.parameter.read(arguments[self.holder]) if self.holder else arguments[self.name]
@@ -156,7 +160,7 @@ class _Option(NamedTuple):
 
 
 class _Factor(NamedTuple):
-    """A factor of a scale tensor, which is 1 in every case. It is treated as an option.
+    """The factor by which the check multiplies a tensor of scales. The factor has the same methods as an `_Option`.
 
     Attributes:
         scale: the name of the tensor.
@@ -168,10 +172,14 @@ class _Factor(NamedTuple):
     def name(self) -> str:
         return f"factor of {self.scale}"
 
-    def of(self, arguments: dict[str, Any]) -> float | None:
-        """Returns 1, or None if the case has no such tensor of floats."""
+    def count(self, arguments: dict[str, Any]) -> int:
+        """Returns the number of scales in a case; 0 if the case has none, or has exponents (e8m0) instead of floats."""
         scale = arguments[self.scale]
-        return 1.0 if isinstance(scale, Tensor) and scale.dtype in (torch.float32, torch.float64) else None
+        return scale.numel() if isinstance(scale, Tensor) and scale.dtype in (torch.float32, torch.float64) else 0
+
+    def of(self, arguments: dict[str, Any]) -> float:
+        """Returns the factor, 1."""
+        return 1.0
 
     def changed(self, arguments: dict[str, Any], value: float) -> dict[str, Any]:
         """Returns the arguments with multiples of the scales. Neighbouring scales get different multiples, so that a kernel that
@@ -190,7 +198,7 @@ def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
     """
     op = space.op
     options = [_Option(parameter) for parameter in op.parameters if parameter.kind is Kind.VALUE]
-    # Integers of a plan are sizes of the weights, so no other values are legal.
+    # Only the floats of a plan are changed, below. Its integers are sizes, which must match the shapes of the weights.
     fields = [_Option(field, option.name) for option in options for field in option.parameter.fields]
     for case, option in itertools.product(sample(space, most=1), (option for option in options if int in option.parameter.types)):
         largest = NO_LIMIT if option.parameter.unlimited else 1 << 31
@@ -221,17 +229,15 @@ def _values_to_try(given: Any) -> list[float]:
 
 
 def _cases_to_change(space: CaseSpace, option: _Option | _Factor) -> list[Case]:
-    """Returns a few cases in which another value of a float option is to be tried. Cases with the most scales come first."""
+    """Returns a few cases in which another value of a float option is to be tried. The cases with the most scales come first."""
     cases = sample(space, most=3, suits=functools.partial(_may_change, space, option))
-    if isinstance(option, _Factor):
-        cases.sort(key=lambda case: -int(case.build(space.device, space.seed)[option.scale].numel()))
-    return cases
+    return sorted(cases, key=lambda case: -option.count(space.op.complete(case.build(space.device, space.seed))))
 
 
 def _may_change(space: CaseSpace, option: _Option | _Factor, case: Case) -> bool:
     """Returns whether the kernel is eligible for a case with another value of a float option."""
     arguments = space.op.complete(case.build(space.device, space.seed))
-    if isinstance(option, _Factor) and option.of(arguments) is None:
+    if not option.count(arguments):
         return False
     return refusal(space.op, space.spec, option.changed(arguments, _values_to_try(option.of(arguments))[0])) is None
 
